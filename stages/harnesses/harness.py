@@ -12,14 +12,16 @@ be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue, PositiveInt, model_validator
 
 from stages.core.contract import StageContext
 from stages.core.fields import StrictModel
 from stages.models.media import MediaKind
 from stages.rewards.judge import RatingConfig
+from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.environments.registry import AnyEnvironment
 from stages.serving.config import StopTexts
 from stages.serving.served_models import ServedModel
 
@@ -32,6 +34,38 @@ class GenerationConfig(StrictModel):
     )
     temperature: float = Field(0.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
     stop: StopTexts = Field((), description="Texts that end an answer and are not part of it.")
+
+
+class EpisodesConfig(StrictModel):
+    """Episodes of `harness: environment`: what the model acts in, and what its episodes are worth."""
+
+    environment: AnyEnvironment = Field(description="Environment in which the model acts.")
+    rewards: dict[RewardName, AnyReward] = Field(
+        default_factory=dict, description="Rewards that judge each episode; their means are scores."
+    )
+    num_samples: PositiveInt = Field(
+        1, le=1024, description="Number of episodes of each question; with several, pass@k is estimated."
+    )
+    solved_above: float = Field(
+        0.0, allow_inf_nan=False, description="An episode with a sum of rewards above this has solved its question."
+    )
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """k of pass@k by the metric's name: 1, and the number of episodes of a question."""
+        return {f"pass_at_{k}": k for k in sorted({1, self.num_samples})}
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the scores: rewards, the environment's own first, and pass@k."""
+        own = ["environment"] if self.environment.GIVES_REWARDS else []
+        return [*own, *self.rewards, *self.passes]
+
+    @model_validator(mode="after")
+    def _is_rewarded(self) -> Self:
+        if not self.rewards and not self.environment.GIVES_REWARDS:
+            raise ValueError("`rewards` is empty, and this environment gives none; name at least one")
+        return self
 
 
 @dataclass(frozen=True)
@@ -54,6 +88,7 @@ class Evaluation:
     concurrent_requests: int = 1
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     judge: RatingConfig | None = None
+    episodes: EpisodesConfig | None = None
     max_images: int | None = None
     media_kinds: frozenset[MediaKind] | None = None
 

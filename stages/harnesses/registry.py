@@ -5,12 +5,18 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from stages.harnesses.acting.harness import ActingHarness
 from stages.harnesses.evalscope.harness import EvalScope
 from stages.harnesses.harness import Evaluation, Harness
 from stages.harnesses.judge.harness import Judge
 from stages.harnesses.lm_eval.harness import LmEval
 
-HARNESSES: dict[str, Harness] = {"lm_eval": LmEval(), "evalscope": EvalScope(), "judge": Judge()}
+HARNESSES: dict[str, Harness] = {
+    "lm_eval": LmEval(),
+    "evalscope": EvalScope(),
+    "judge": Judge(),
+    "environment": ActingHarness(),
+}
 DEFAULT_HARNESS = "lm_eval"
 
 

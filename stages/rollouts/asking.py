@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from stages.core.errors import ServerError, TransientError
 from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
+from stages.data.messages import Message, make_message
 from stages.remote import http
 from stages.remote.http import (
     AnswerModel,
@@ -180,6 +181,29 @@ class Sample(StrictModel):
     num_tokens: int
     truncated: bool
 
+    @property
+    def question(self) -> list[Message] | None:
+        """Messages of the prompt where an environment added to it; None where it did not."""
+        return None
+
+    @property
+    def messages(self) -> list[Message]:
+        """Messages after the prompt, as a training row has them."""
+        return [make_message("assistant", self.text)]
+
+    @property
+    def whole(self) -> str:
+        """Text of all that followed the prompt."""
+        return self.text
+
+    @property
+    def flaw(self) -> str | None:
+        """Reason why it should not be learned from; None without one."""
+        return None
+
+
+Kept = TypeVar("Kept", bound=Sample)
+
 
 def sample_all(
     client: Client,
@@ -196,7 +220,7 @@ def sample_all(
     kept: file that each completion is appended to; those in it are not asked for again. report(done, all): called after
     each. pictures: of prompts by their numbers. server: as of `ask_all`, which it also raises as.
     """
-    samples = {(sample.prompt, sample.sample): sample for sample in _read(kept)}
+    samples = {(sample.prompt, sample.sample): sample for sample in read_kept(kept, Sample)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
     with kept.open("a", encoding="utf-8") as stream:
 
@@ -224,7 +248,12 @@ def sample_all(
 
 def seed_of(options: SamplingOptions, prompt: int, sample: int) -> int:
     """Return the seed of one completion, computed from the recipe's seed and the numbers of prompt and sample."""
-    return int(np.random.SeedSequence((options.seed, prompt, sample)).generate_state(1)[0]) >> 1
+    return request_seed(options.seed, prompt, sample)
+
+
+def request_seed(*numbers: int) -> int:
+    """Return a seed of at most 31 bits for a sampling request, computed from numbers that identify the request."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def _sample(job: PromptSample, request: Request, answer: Answer) -> Sample:
@@ -253,9 +282,9 @@ def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int)
     }
 
 
-def _read(kept: Path) -> Iterator[Sample]:
+def read_kept(kept: Path, shape: type[Kept]) -> Iterator[Kept]:
     """Yield the samples in a file; remove its last line if a killed process wrote it only partly."""
     remove_cut_off_line(kept)
     for line in kept.read_bytes().splitlines() if kept.exists() else ():
         with suppress(ValidationError):
-            yield Sample.model_validate_json(line)
+            yield shape.model_validate_json(line)

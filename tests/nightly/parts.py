@@ -73,8 +73,8 @@ PARTS = (
     ),
     Part(
         "harnesses",
-        "EvalScope scores question sets, with pictures too",
-        ("unit/stages/kinds/evaluate",),
+        "EvalScope scores question sets, with pictures too; calls of tools are read as vLLM reads them",
+        ("unit/stages/kinds/evaluate", "unit/stages/rollouts"),
         makes="evalscope",
     ),
     Part(

@@ -26,7 +26,11 @@ class EvalScope(QuestionSetHarness):
     title = "EvalScope"
     asks_in_texts = True
     unused: Mapping[str, str] = MappingProxyType(
-        {"judge": "no judge is asked", "trust_task_code": "question sets have no code"}
+        {
+            "judge": "no judge is asked",
+            "trust_task_code": "question sets have no code",
+            "episodes": "the model answers once",
+        }
     )
 
     def version(self) -> str:

@@ -24,6 +24,7 @@ class Judge(QuestionSetHarness):
     asks_in_texts = False
     unused: Mapping[str, str] = MappingProxyType(
         {
+            "episodes": "the model answers once",
             "num_fewshot": "questions are asked without examples",
             "seed": "nothing is drawn",
             "trust_task_code": "question sets have no code",

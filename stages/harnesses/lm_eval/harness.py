@@ -37,7 +37,11 @@ class LmEval:
     title = "lm-eval"
     asks_in_texts = True
     unused: Mapping[str, str] = MappingProxyType(
-        {"judge": "no judge is asked", "generation": "tasks of lm-eval say it themselves"}
+        {
+            "judge": "no judge is asked",
+            "generation": "tasks of lm-eval say it themselves",
+            "episodes": "the model answers once",
+        }
     )
 
     def version(self) -> str:

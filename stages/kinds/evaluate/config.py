@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import OutsidePath, StageConfig
 from stages.core.fields import AddedLater
-from stages.harnesses.harness import Evaluation, GenerationConfig
+from stages.harnesses.harness import EpisodesConfig, Evaluation, GenerationConfig
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.judge import RatingConfig
 from stages.serving.served_models import AskedModelConfig
@@ -57,6 +57,10 @@ class EvaluateConfig(AskedModelConfig):
     )
     judge: Annotated[RatingConfig | None, AddedLater()] = Field(
         None, description="LLM judge that rates the answers; only with `harness: judge`."
+    )
+
+    episodes: Annotated[EpisodesConfig | None, AddedLater()] = Field(
+        None, description="Environment, rewards and number of episodes; only with `harness: environment`."
     )
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
@@ -122,4 +126,5 @@ class EvaluateConfig(AskedModelConfig):
             concurrent_requests=self.execution.concurrent_requests,
             generation=self.generation,
             judge=self.judge,
+            episodes=self.episodes,
         )

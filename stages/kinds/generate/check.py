@@ -8,6 +8,7 @@ from stages.core.errors import DataError, LifecycleError
 from stages.kinds.generate.config import GenerateConfig, Solved
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
+from stages.rollouts.acting import turn_reader
 from stages.rollouts.prompts import media_of, read_prompts
 
 
@@ -24,6 +25,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
             data = stage_input.inputs[config.prompts.dataset] / "data"
             media = media_of(data, config.prompts.split, base or folder)
             prompts = read_prompts(data, config.prompt_options, folder, media, base)
+            if config.environment:
+                turn_reader(folder, config.environment, prompts)  # refuses a chat template that it does not suit
             if isinstance(config.keep, Solved) and any(one.pictures for one in prompts):
                 reason = "keeps rows of text alone, and these have pictures; name another `keep`"
                 yield "keep", DataError(f"`keep: {{solved: …}}` {reason}")

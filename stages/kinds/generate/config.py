@@ -1,14 +1,15 @@
 """Config of the generate stage, which samples a model's answers to prompts to make training data."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, Reported, StageConfig
-from stages.core.fields import SplitName, StrictModel
+from stages.core.fields import AddedLater, SplitName, StrictModel
 from stages.data.files import Portion
 from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.config import StopTexts
 from stages.serving.served_models import AskedModelConfig
@@ -83,6 +84,11 @@ class GenerateConfig(AskedModelConfig):
     rewards: dict[RewardName, AnyReward] = Field(
         default_factory=dict, description="Rewards that score each completion, by the names that they get in metrics."
     )
+    environment: Annotated[AnyEnvironment | None, AddedLater()] = Field(
+        None,
+        description="Environment in which the model acts over several turns; each turn has at most `max_tokens` "
+        "tokens, and kept rows are whole episodes. Default: one answer to each prompt.",
+    )
     keep: Ranking | Above | Solved = Field(
         "all",
         description="Completions to keep as training rows. all: all but cut-off, empty and repeated ones; best: each "
@@ -106,6 +112,7 @@ class GenerateConfig(AskedModelConfig):
             system=self.system,
             apply_chat_template=self.apply_chat_template,
             rewards=self.rewards,
+            environment=self.environment,
         )
 
     @property
@@ -122,7 +129,10 @@ class GenerateConfig(AskedModelConfig):
 
     def custom_code(self) -> tuple[str, ...]:
         own = ((name, reward.custom_code()) for name, reward in self.rewards.items())
-        return (*super().custom_code(), *(f"rewards.{name}: {code}" for name, code in own if code))
+        found = [f"rewards.{name}: {code}" for name, code in own if code]
+        if self.environment and (code := self.environment.custom_code()):
+            found.append(f"environment: {code}")
+        return (*super().custom_code(), *found)
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from super().problems_among(stages)
@@ -140,7 +150,8 @@ class GenerateConfig(AskedModelConfig):
 
     @model_validator(mode="after")
     def _keeps_by_rewards(self) -> Self:
-        if self.keep != "all" and not self.rewards:
+        is_rewarded = self.rewards or (self.environment and self.environment.GIVES_REWARDS)
+        if self.keep != "all" and not is_rewarded:
             raise ValueError(f"`keep: {self.keep}` needs `rewards` to choose by; name some, or say `keep: all`")
         if self.keep in ("best", "pairs") and self.num_samples == 1:
             raise ValueError(f"`keep: {self.keep}` chooses among several completions; raise `num_samples`, which is 1")

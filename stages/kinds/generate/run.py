@@ -22,7 +22,9 @@ from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.generate.selection import Candidate, Choice, Row, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
+from stages.rollouts.acting import EPISODES_FILE, PlayedEpisode, episode_metrics, judged, play_all, write_episodes
 from stages.rollouts.asking import Sample, sample_all
+from stages.rollouts.environments.environment import EnvironmentConfig
 from stages.rollouts.prompts import RenderedPrompt, check_pictures, check_room, media_of, read_prompts
 from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
@@ -58,19 +60,30 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
             prompts = read_prompts(data, config.prompt_options, endpoint.asked_folder, media, model)
             served = endpoint.await_model()
             started_s = time.monotonic()
-            samples = _sampled(prompts, served, config, context)
+            if config.environment:
+                played = _played(prompts, served, config, config.environment, context)
+                samples: Sequence[Sample] = played
+            else:
+                samples = _sampled(prompts, served, config, context)
             seconds = time.monotonic() - started_s
         context.doing("judging the completions")
-        judgements = judge(list(_named(prompts, samples)))
+        named = list(_named(prompts, samples))
+        judgements = judged(judge, named, played) if config.environment else judge(named)
     if kept.exists():
         shutil.copytree(kept, context.work / REWARDS_FOLDER, dirs_exist_ok=True)
     answered = list(_chosen(prompts, samples, judgements, config))
     num_rows = _write(answered, config, context)
+    files = [COMPLETIONS_FILE]
+    if config.environment:
+        write_episodes(context.work / EPISODES_FILE, prompts, played, judgements)
+        files.append(EPISODES_FILE)
     metrics = {"num_rows": float(num_rows), **_metrics(answered, config, context)}
     metrics["generate_s"] = seconds
     metrics["output_tokens_per_s"] = sum(sample.num_tokens for sample in samples) / seconds
     context.milestone(f"{num_rows} rows of {len(samples)} completions of {len(prompts)} prompts")
-    return StageResult(metrics=metrics, tags=endpoint.spec.version_tag, files=[COMPLETIONS_FILE])
+    if config.environment:
+        metrics |= episode_metrics(played)
+    return StageResult(metrics=metrics, tags=endpoint.spec.version_tag, files=files)
 
 
 def _sampled(
@@ -95,6 +108,23 @@ def _sampled(
         return sample_all(
             served.client, token_ids, config.sampling_options, kept, report, pictures=pictures, server=served.reached
         )
+
+
+def _played(
+    prompts: Sequence[RenderedPrompt],
+    served: ServedModel,
+    config: GenerateConfig,
+    environment: EnvironmentConfig,
+    context: StageContext,
+) -> list[PlayedEpisode]:
+    check_room(prompts, served.context_tokens, config.max_tokens)
+    kept = context.scratch / f"episodes-{context.version}.jsonl"
+
+    def report(num_done: int, num_all: int) -> None:
+        context.progress(num_done, num_all, "episodes", "acting")
+
+    with full_disk_named("keeping episodes", kept):
+        return play_all(served, prompts, environment, config.sampling_options, kept, report)
 
 
 def _named(prompts: Sequence[RenderedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
@@ -154,7 +184,7 @@ def _write_lines(context: StageContext, file: str, rows: Iterable[object]) -> No
 def _lines(answered: ScoredPrompt) -> Iterator[dict[str, object]]:
     prompt = answered.prompt
     for candidate, outcome in zip(answered.candidates, answered.choice.outcomes, strict=True):
-        sample = candidate.sample.model_dump(exclude={"prompt"})
+        sample = candidate.sample.model_dump(exclude={"prompt", "segments", "asked", "answer"})
         yield {
             "row": str(prompt.place),
             "prompt": prompt.text,
@@ -177,14 +207,15 @@ def _metrics(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: 
     }
     if metrics["truncated_share"] == 1:
         context.warn(f"every completion was cut off at max_tokens {config.max_tokens}; raise it")
-    if not config.rewards:
+    names = list(candidates[0].judgement.rewards)
+    if not names:
         return metrics
     totals = [[candidate.judgement.total for candidate in prompt.candidates] for prompt in answered]
     metrics["reward"] = statistics.fmean(total for group in totals for total in group)
     metrics["reward_spread"] = statistics.pstdev(total for group in totals for total in group)
     # Prompts whose completions all have one reward: by comparison, they teach nothing.
     metrics["no_signal_share"] = statistics.fmean(len(set(group)) == 1 for group in totals)
-    for name in config.rewards:
+    for name in names:
         values = [candidate.judgement.rewards[name] for candidate in candidates]
         metrics[f"reward_{name}"] = statistics.fmean(values)
         if len(set(values)) == 1 and len(values) > 1:

@@ -38,11 +38,11 @@ def choose(prompt: Prompt, candidates: Sequence[Candidate], config: GenerateConf
     unusable = dict(_unusable(candidates))
     usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
     labels, reason = _labelled(usable, keep, config.min_gap or 0.0)
-    texts = {label: completion.sample.text for completion in usable if (label := labels.get(completion.sample.sample))}
+    labelled = {label: one.sample for one in usable if (label := labels.get(one.sample.sample))}
     if keep == "pairs":
-        rows = [_pair(document, texts["chosen"], texts["rejected"])] if texts else []
+        rows = [_pair(document, labelled["chosen"], labelled["rejected"])] if labelled else []
     else:
-        rows = [_row(document, completion.sample.text) for completion in usable if completion.sample.sample in labels]
+        rows = [_row(document, one.sample) for one in usable if one.sample.sample in labels]
     numbers = [completion.sample.sample for completion in candidates]
     dropped = {number: f"dropped: {unusable.get(number, reason)}" for number in numbers if number not in labels}
     return Choice(tuple(rows), tuple((labels | dropped)[number] for number in numbers))
@@ -85,30 +85,28 @@ def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
     """Yield the number of each completion that is cut off, empty or a repetition, with the reason to drop it."""
     first: dict[str, int] = {}
     for candidate in candidates:
-        text, number = candidate.sample.text, candidate.sample.sample
+        text, number = candidate.sample.whole, candidate.sample.sample
         if candidate.sample.truncated:
             yield number, "it was cut off at max_tokens"
+        elif candidate.sample.flaw:
+            yield number, candidate.sample.flaw
         elif not text.strip():
             yield number, "it is empty"
         elif first.setdefault(text, number) != number:
             yield number, f"it is that of sample {first[text]} again"
 
 
-def _row(document: Document, answer: str) -> Row:
+def _row(document: Document, answer: Sample) -> Row:
     if isinstance(document, PlainText):
-        return {"prompt": document.prompt, "completion": answer}
-    return {"prompt": document.messages, "completion": _answer_messages(answer), **_of_conversation(document)}
+        return {"prompt": document.prompt, "completion": answer.text}
+    return {"prompt": answer.question or document.messages, "completion": answer.messages, **_of_conversation(document)}
 
 
-def _pair(document: Document, chosen: str, rejected: str) -> Row:
+def _pair(document: Document, chosen: Sample, rejected: Sample) -> Row:
     if isinstance(document, PlainText):
-        return {"prompt": document.prompt, "chosen": chosen, "rejected": rejected}
-    answers = {"chosen": _answer_messages(chosen), "rejected": _answer_messages(rejected)}
-    return {"prompt": document.messages, **answers, **_of_conversation(document)}
-
-
-def _answer_messages(answer: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": answer}]
+        return {"prompt": document.prompt, "chosen": chosen.text, "rejected": rejected.text}
+    answers = {"chosen": chosen.messages, "rejected": rejected.messages}
+    return {"prompt": chosen.question or document.messages, **answers, **_of_conversation(document)}
 
 
 def _of_conversation(document: Any) -> Row:

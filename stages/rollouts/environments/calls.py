@@ -118,14 +118,14 @@ def _spans(text: str, markup: re.Pattern[str], left_out: frozenset[str]) -> Iter
     state, begun = OUTSIDE, False
     parts: dict[str, str] = {NAME: "", BODY: ""}
     end = 0
-    for found in markup.finditer(text):
-        _add(parts, state, text[end : found.start()])
-        end = found.end()
-        after = STATES.get((state, found[0]))
+    for tag in markup.finditer(text):
+        _add(parts, state, text[end : tag.start()])
+        end = tag.end()
+        after = STATES.get((state, tag[0]))
         if after is None:
-            _add(parts, state, "" if found[0] in left_out else found[0])
+            _add(parts, state, "" if tag[0] in left_out else tag[0])
             continue
-        if found[0] in STARTS and state in (OUTSIDE, AFTER):  # a new call
+        if tag[0] in STARTS and state in (OUTSIDE, AFTER):  # a new call
             if begun:
                 yield parts[NAME], parts[BODY]
             parts, begun = {NAME: "", BODY: ""}, True

@@ -3,6 +3,7 @@
 A new environment is a module here and a line in `registry.py`.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -13,6 +14,9 @@ from pydantic import Field, PositiveInt
 
 from stages.core.fields import Seconds, StrictModel
 from stages.data.messages import Message, Tool, make_message
+
+BEFORE_CALL = re.compile(r"<tool_call>|<function=|<\|python_tag\|>|\{")
+"""Pattern of the texts with which calls begin."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,16 @@ class Action:
     text: str
     calls: tuple[Call, ...] = ()
     malformed: str | None = None
+
+    @property
+    def message(self) -> Message:
+        """Message of the turn, as a dataset's row has it; text before the first call is its content."""
+        if not self.calls:
+            return make_message("assistant", self.text)
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
+        ]
+        return {**make_message("assistant", BEFORE_CALL.split(self.text, maxsplit=1)[0].strip()), "tool_calls": calls}
 
 
 @dataclass(frozen=True)

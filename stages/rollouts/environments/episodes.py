@@ -84,6 +84,19 @@ class Episode:
     num_malformed: int = 0
     num_failed: int = 0
     num_cut: int = 0
+    turns: list[Action] = field(default_factory=list)
+    """Actions of the model, turn by turn, without that of a turn that was cut off."""
+    answers: list[tuple[Message, ...]] = field(default_factory=list)
+    """Messages of the environment after each of them that has some."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """Messages after the prompt, as rows of a dataset have them."""
+        messages: list[Message] = []
+        for number, turn in enumerate(self.turns):
+            messages.append(turn.message)
+            messages += self.answers[number] if number < len(self.answers) else ()
+        return messages
 
     @property
     def num_turns(self) -> int:
@@ -232,6 +245,7 @@ class Episodes:
 
     def _go_on(self, episode: Episode, acted: Action, step: Step) -> None:
         """Append the environment's answer to an episode, and end it at a bound."""
+        episode.turns.append(acted)
         episode.reward += step.reward
         episode.num_calls += len(acted.calls)
         episode.num_malformed += acted.malformed is not None
@@ -258,6 +272,7 @@ class Episodes:
             episode.end = "tokens"
         else:
             episode.segments.append(Segment("environment", between))
+            episode.answers.append(tuple(cut))
 
     def _told(self, episode: Episode, role: str, problem: str) -> list[int]:
         """Return the tokens of one message that says why the template cannot show the answers to a turn."""

@@ -55,7 +55,7 @@ class Passages:
         self._mean_length = sum(self._lengths) / len(self._lengths)
 
     def scores(self, query: str) -> dict[int, float]:
-        """Return the score of each passage, by number, that has a word of the query."""
+        """Return the score of each passage that shares words with the query, by its number."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(_words(query)):
             found = self._postings.get(word, [])

@@ -54,7 +54,7 @@ from stages.kinds.train.rollouts.documents import (
 )
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
-from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler, request_seed
+from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.kinds.train.rollouts.synced import GatheredWeights, SyncedServer
 from stages.kinds.train.teacher import BuildEngine
@@ -66,6 +66,7 @@ from stages.parallel.processes import gathered
 from stages.planner.workload import RowMedia
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
+from stages.rollouts.asking import request_seed
 from stages.rollouts.environments.episodes import Episodes
 from stages.rollouts.prompts import RenderedPrompt, media_kinds
 

@@ -27,13 +27,14 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
 from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, completion_packing
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
-from stages.kinds.train.rollouts.rounds import PromptRequest, request_seed, sample_completions
+from stages.kinds.train.rollouts.rounds import PromptRequest, sample_completions
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.kinds.train.rollouts.synced import SyncedServer
 from stages.kinds.train.teacher import TeacherTargets, with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
+from stages.rollouts.asking import request_seed
 from stages.rollouts.pictures import PromptPictures
 
 

@@ -22,7 +22,7 @@ from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.rewards.judging import Judge, Named
-from stages.rollouts.asking import PICTURES, Answer, Request
+from stages.rollouts.asking import PICTURES, Answer, Request, request_seed
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
@@ -192,11 +192,6 @@ class RoundPlan:
         random = np.random.default_rng([self.seed, first_step, draw])
         # without repetitions, unless there are fewer prompts than wanted
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
-
-
-def request_seed(*numbers: int) -> int:
-    """Return a seed of at most 31 bits for a sampling request, computed from numbers that identify the request."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -36,6 +36,7 @@ CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
+EPISODES = {"environment": {"tools": ["calculator"]}, "rewards": {"right": {"type": "exact_match"}}}
 RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
 TOGETHER = {"datasets": [{"dataset": "problems"}]}
@@ -120,6 +121,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "tasks": ["a"],
             "judge": {**RATING, "template": None},
         },
+        {"kind": "evaluate", "model": "base", "harness": "environment", "tasks": ["a"], "episodes": EPISODES},
     ],
     "publish": [{"kind": "publish", "promotion": "promote", "to": "hf://org/name", "private": False}],
     "generate": [
@@ -143,6 +145,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         },
         {**GENERATION, "rewards": {"liked": JUDGE, "likely": {"type": "reward_model", "model": "critic"}}},
         {**GENERATION, "rewards": {"liked": {**JUDGE, "template": None, "key_variable": "x"}}},
+        {**GENERATION, "environment": {"tools": ["calculator"]}},
     ],
     "promote": [
         {"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]},

@@ -23,11 +23,10 @@ from stages.kinds.train.rollouts.rounds import (
     PromptRequest,
     Round,
     RoundPlan,
-    request_seed,
     sample_completions,
 )
 from stages.kinds.train.rollouts.server import RolloutServer
-from stages.rollouts.asking import Answer, Request
+from stages.rollouts.asking import Answer, Request, request_seed
 
 ROOT = Path(__file__).parents[6]
 

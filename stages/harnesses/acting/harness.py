@@ -1,0 +1,77 @@
+"""Evaluation harness in which the model acts in an environment, asked the questions of sets, and rewards judge it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.question_sets import QuestionSetHarness, read_questions
+from stages.serving.served_models import ServedModel
+
+VERSION = "1"
+"""Version of the harness; raise it when the same questions and turns of the model would give other scores."""
+
+
+class ActingHarness(QuestionSetHarness):
+    """Evaluation harness of episodes in an environment; implements `Harness`."""
+
+    name = "environment"
+    title = "the environment"
+    asks_in_texts = False
+    unused: Mapping[str, str] = MappingProxyType(
+        {
+            "judge": "rewards judge (`episodes.rewards`)",
+            "num_fewshot": "questions are asked without examples",
+            "trust_task_code": "question sets have no code",
+            "apply_chat_template": "episodes are chats",
+        }
+    )
+
+    def version(self) -> str:
+        return VERSION
+
+    def to_install(self) -> str | None:
+        return None
+
+    def problems(self, evaluation: Evaluation) -> Iterator[str]:
+        if evaluation.episodes is None:
+            yield "episodes: is missing; say with `harness: environment` in what the model acts, and what judges it"
+        elif evaluation.episodes.num_samples > 1 and evaluation.generation.temperature == 0:
+            yield (
+                f"generation.temperature: is 0, so that {evaluation.episodes.num_samples} episodes of a question would "
+                "be the same; raise it, or say `episodes.num_samples: 1`"
+            )
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        episodes = evaluation.episodes
+        if episodes is None:
+            return ()
+        own = [(f"rewards.{name}", reward.custom_code()) for name, reward in episodes.rewards.items()]
+        own.append(("environment", episodes.environment.custom_code()))
+        return tuple(f"episodes.{name}: {code}" for name, code in own if code)
+
+    def may_give(self, score: str, evaluation: Evaluation) -> bool:
+        metrics = evaluation.episodes.metrics if evaluation.episodes else []
+        return score in [f"{task}.{metric}" for task in evaluation.tasks for metric in metrics]
+
+    def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
+        for task in evaluation.tasks:
+            if not list(read_questions(evaluation, task)):  # checks every question
+                raise EvaluationError(f"the task {task} has no questions")
+
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        from stages.harnesses.acting.playing import check_template
+
+        self.prepare(evaluation, cache)
+        if model:
+            check_template(evaluation, model)
+        return None
+
+    def evaluate(
+        self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
+    ) -> Results:
+        from stages.harnesses.acting.playing import played
+
+        return played(evaluation, context, await_model())

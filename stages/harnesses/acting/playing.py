@@ -1,0 +1,177 @@
+"""Evaluation by episodes: the served model acts on the questions of sets, and rewards judge each episode."""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError
+from stages.core.fields import OutsideInput, marked_values, without
+from stages.core.intervals import NUM_CUT
+from stages.data.files import Portion
+from stages.harnesses.harness import EpisodesConfig, Evaluation, Results
+from stages.harnesses.question_sets import asked_row, question_folder
+from stages.rewards.judging import Judgement, judging
+from stages.rewards.reward import RewardContext
+from stages.rollouts.acting import (
+    EPISODES_FILE,
+    PlayedEpisode,
+    episode_metrics,
+    judged,
+    play_all,
+    turn_reader,
+    write_episodes,
+)
+from stages.rollouts.options import PromptOptions, SamplingOptions
+from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
+from stages.serving.served_models import ServedModel
+
+
+def check_template(evaluation: Evaluation, model: Path) -> None:
+    """Raise EvaluationError if a model's chat template is unfit for the environment, or questions for the rewards."""
+    try:
+        for task in evaluation.tasks:
+            turn_reader(model, _episodes(evaluation).environment, _prompts(evaluation, task, model))
+    except DataError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def played(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
+    """Let the served model act on all questions, judge its episodes, and return scores and samples.
+
+    Raises EvaluationError for bad questions, an environment that fails, or rewards that cannot judge; ServerError and
+    TransientError.
+    """
+    config = _episodes(evaluation)
+    samples: dict[str, list[dict[str, Any]]] = {}
+    together: list[PlayedEpisode] = []
+    rewards = RewardContext(context.inputs, context.scratch / f"rewards-{context.version}", context.warn)
+    try:
+        with judging(config.rewards, rewards) as judge:
+            for task in evaluation.tasks:
+                prompts = _prompts(evaluation, task, model.folder)
+                episodes = _played(task, prompts, evaluation, context, model)
+                named = [
+                    (f"episode {one.sample} of the question in {prompts[one.prompt].place}", completion)
+                    for one in episodes
+                    for completion in [prompts[one.prompt].completion(one.text, one.num_tokens)]
+                ]
+                judgements = judged(judge, named, episodes)
+                write_episodes(_episodes_file(context, evaluation, task), prompts, episodes, judgements)
+                samples[task] = _rows(prompts, episodes, judgements, config)
+                together += episodes
+    except DataError as error:
+        raise EvaluationError(str(error)) from error
+    metrics = {**episode_metrics(together), NUM_CUT: float(sum(one.end == "tokens" for one in together))}
+    return Results(_scores(evaluation, samples), samples, metrics)
+
+
+def _episodes(evaluation: Evaluation) -> EpisodesConfig:
+    assert evaluation.episodes, "`ActingHarness.problems` has asked for them"
+    return evaluation.episodes
+
+
+def _episodes_file(context: StageContext, evaluation: Evaluation, task: str) -> Path:
+    name = EPISODES_FILE if len(evaluation.tasks) == 1 else f"{task.replace('/', '_')}-{EPISODES_FILE}"
+    return context.work / name
+
+
+def _prompts(evaluation: Evaluation, task: str, model: Path) -> list[RenderedPrompt]:
+    config = _episodes(evaluation)
+    as_asked = PromptOptions(
+        portion=Portion("evaluation", task),
+        limit=evaluation.limit,
+        reference=None,
+        reference_field="reference",
+        system=None,
+        apply_chat_template=True,
+        rewards=config.rewards,
+        environment=config.environment,
+    )
+    return read_prompts(question_folder(evaluation), as_asked, model)
+
+
+def _played(
+    task: str, prompts: Sequence[RenderedPrompt], evaluation: Evaluation, context: StageContext, model: ServedModel
+) -> list[PlayedEpisode]:
+    generation, config = evaluation.generation, _episodes(evaluation)
+    check_room(prompts, model.context_tokens, generation.max_tokens)
+    options = SamplingOptions(
+        num_samples=config.num_samples,
+        max_tokens=generation.max_tokens,
+        temperature=generation.temperature,
+        top_p=1.0,
+        stop=generation.stop,
+        seed=evaluation.seed or 0,
+        concurrent_requests=evaluation.concurrent_requests,
+    )
+    kept = context.scratch / f"episodes-{context.version}-{hashlib.sha256(task.encode()).hexdigest()[:12]}.jsonl"
+
+    def report(num_done: int, num_all: int) -> None:
+        context.progress(num_done, num_all, "episodes", f"acting on {task}")
+
+    return play_all(model, prompts, config.environment, options, kept, report)
+
+
+def _rows(
+    prompts: Sequence[RenderedPrompt],
+    episodes: Sequence[PlayedEpisode],
+    judgements: Sequence[Judgement],
+    config: EpisodesConfig,
+) -> list[dict[str, Any]]:
+    """Return a row for each question: the transcripts of its episodes, mean rewards, and pass@k."""
+    rows = []
+    for number, asked in enumerate(prompts):
+        # The episodes of a question stand together, in the order of the questions.
+        own = slice(number * config.num_samples, (number + 1) * config.num_samples)
+        totals = [one.total for one in judgements[own]]
+        names = judgements[own][0].rewards
+        num_solved = sum(total > config.solved_above for total in totals)
+        rows.append(
+            {
+                "doc_id": number,
+                "filter": "none",
+                "resps": [[one.transcript] for one in episodes[own]],
+                **asked_row(asked.prompt),
+                **{name: statistics.fmean(one.rewards[name] for one in judgements[own]) for name in names},
+                **{name: pass_at(k, len(totals), num_solved) for name, k in config.passes.items()},
+                "ends": [one.end for one in episodes[own]],
+            }
+        )
+    return rows
+
+
+def pass_at(k: int, num_samples: int, num_solved: int) -> float:
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374)."""
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return means over questions in the harnesses' schema; `versions` names what pairs of evaluations must share."""
+    config = _episodes(evaluation)
+    outside = {path for path, _ in marked_values(config, OutsideInput)}
+    asked = without(config.model_dump(mode="json"), outside)
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    generation = evaluation.generation.model_dump(mode="json")
+    return {
+        "results": {task: _means(rows, config.metrics) for task, rows in samples.items()},
+        "configs": {task: {"generation_kwargs": generation, "episodes": asked} for task in samples},
+        "versions": dict.fromkeys(samples, f"episodes {digest}"),
+        "n-shot": dict.fromkeys(samples, 0),
+        "higher_is_better": {task: dict.fromkeys(config.metrics, True) for task in samples},
+    }
+
+
+def _means(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, float]:
+    """Return each metric's mean over the questions, and its standard error, s / √n."""
+    scores: dict[str, float] = {}
+    for name in metrics:
+        values = [row[name] for row in rows]
+        scores[f"{name},none"] = statistics.fmean(values)
+        if len(values) > 1:
+            scores[f"{name}_stderr,none"] = statistics.stdev(values) / math.sqrt(len(values))
+    return scores

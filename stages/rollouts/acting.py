@@ -1,0 +1,214 @@
+"""Episodes of a served model: played some at a time, kept as JSON Lines meanwhile, and as Parquet at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.core.fields import StrictModel
+from stages.data.config import DEFAULT_DATE
+from stages.data.messages import Message
+from stages.data.tokenizer import DocumentTokenizer
+from stages.models.model_folder import end_tokens
+from stages.models.recorded import noted_date
+from stages.rewards.judging import Judge, Judgement, Named
+from stages.rollouts.asking import Answer, PromptSample, Request, Sample, ask_all, read_kept, request_seed, seed_of
+from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.episodes import Episode, Episodes, TurnReader, TurnRequest
+from stages.rollouts.options import SamplingOptions
+from stages.rollouts.prompts import RenderedPrompt
+from stages.serving.served_models import ServedModel
+
+EPISODES_FILE = "episodes.parquet"
+ENVIRONMENT = "environment"
+"""Name of the reward that an environment gives itself."""
+SERVER = "the server that samples"
+PLAYED_TOGETHER = 4
+"""Number of episodes that are played together, for each request that is sent concurrently."""
+
+
+class StoredSegment(StrictModel):
+    """Segment of an episode, as stored."""
+
+    author: Literal["model", "environment"]
+    token_ids: list[int]
+    log_probabilities: list[float]
+
+
+class PlayedEpisode(Sample):
+    """Episode of a prompt, as stored. text: what rewards see. truncated: it ended at a bound. num_tokens: sampled.
+
+    reward: the environment's own; None of one that gives none. asked, answer: messages of the prompt, and after it.
+    """
+
+    transcript: str
+    end: str
+    reward: float | None
+    metrics: dict[str, float]
+    asked: list[dict[str, Any]]
+    answer: list[dict[str, Any]]
+    segments: list[StoredSegment]
+
+    @property
+    def question(self) -> list[Message]:
+        return self.asked
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.answer
+
+    @property
+    def whole(self) -> str:
+        return self.transcript
+
+    @property
+    def flaw(self) -> str | None:
+        if self.metrics["malformed_calls"] or self.metrics["failed_calls"]:
+            return "a call of it failed"
+        return None
+
+    @classmethod
+    def of(cls, job: PromptSample, episode: Episode, tokenizer: DocumentTokenizer) -> PlayedEpisode:
+        """Return what is stored of an episode that is over."""
+        assert episode.end
+        transcript = tokenizer.decode(episode.after_prompt)
+        sampled = [len(segment.token_ids) for segment in episode.segments if segment.author == "model"]
+        return cls(
+            prompt=job[0],
+            sample=job[1],
+            seed=episode.start.seed,
+            text=transcript if episode.config.rewards_see == "transcript" else episode.text,
+            num_tokens=sum(sampled),
+            truncated=episode.end != "done",
+            transcript=transcript,
+            end=episode.end,
+            reward=episode.reward if episode.config.GIVES_REWARDS else None,
+            metrics=episode.metrics,
+            asked=episode.start.prompt.messages,
+            answer=episode.messages,
+            segments=[
+                StoredSegment(author=one.author, token_ids=one.token_ids, log_probabilities=one.log_probabilities)
+                for one in episode.segments
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class ServedTurn:
+    """Turn that a server sampled; implements `SampledTurn`."""
+
+    token_ids: list[int]
+    log_probabilities: list[float]
+    text: str
+    truncated: bool
+
+
+def turn_reader(folder: Path, environment: EnvironmentConfig, prompts: Sequence[RenderedPrompt]) -> TurnReader:
+    """Return the reader of a model's turns. Raises DataError if its chat template is unfit for the environment."""
+    date = noted_date(folder) or DEFAULT_DATE
+    tokenizer = DocumentTokenizer(folder, None, "assistant", template_date=date)
+    return TurnReader.proved(tokenizer, end_tokens(folder), environment, prompts[0].episode(0).prompt)
+
+
+def play_all(
+    served: ServedModel,
+    prompts: Sequence[RenderedPrompt],
+    environment: EnvironmentConfig,
+    options: SamplingOptions,
+    kept: Path,
+    report: Callable[[int, int], None],
+) -> list[PlayedEpisode]:
+    """Play `num_samples` episodes of each prompt, and return them in the order of the prompts.
+
+    options: `max_tokens` is of a turn. kept: file that episodes are appended to; those in it are not played again.
+    report(done, all): called now and then. Raises DataError for an environment that fails or does not suit the model's
+    template, and as `ask_all` does.
+    """
+    reader = turn_reader(served.folder, environment, prompts)
+    played = {(one.prompt, one.sample): one for one in read_kept(kept, PlayedEpisode)}
+    jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
+    missing = [job for job in jobs if job not in played]
+    size = options.concurrent_requests * PLAYED_TOGETHER
+
+    def sample(requests: Sequence[TurnRequest]) -> list[ServedTurn]:
+        return _turns(served, options, requests)
+
+    with environment.opened() as make, kept.open("a", encoding="utf-8") as stream:
+        episodes = Episodes(environment, make, reader, served.context_tokens, options.max_tokens, request_seed)
+        for some in (missing[begin : begin + size] for begin in range(0, len(missing), size)):
+            starts = [prompts[prompt].episode(seed_of(options, prompt, number)) for prompt, number in some]
+            for job, episode in zip(some, episodes.play(starts, sample), strict=True):
+                played[job] = PlayedEpisode.of(job, episode, reader.tokenizer)
+                stream.write(played[job].model_dump_json() + "\n")
+            stream.flush()
+            report(len(played), len(jobs))
+    return [played[job] for job in jobs]
+
+
+def _turns(served: ServedModel, options: SamplingOptions, requests: Sequence[TurnRequest]) -> list[ServedTurn]:
+    found: dict[int, ServedTurn] = {}
+
+    def keep(number: int, _: Request, answer: Answer) -> None:
+        choice = answer.choices[0]
+        found[number] = ServedTurn(*choice.sampled(SERVER), choice.written(SERVER), choice.finish_reason == "length")
+
+    bodies = (_body(served.client.model, options, request) for request in requests)
+    ask_all(served.client, enumerate(bodies), options.concurrent_requests, keep)
+    return [found[number] for number in range(len(requests))]
+
+
+def _body(model: str, options: SamplingOptions, request: TurnRequest) -> Request:
+    return {
+        "model": model,
+        "prompt": request.token_ids,
+        "max_tokens": request.max_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "stop": list(options.stop) or None,
+        "seed": request.seed,
+        "logprobs": 0,  # of the sampled token alone
+        "return_token_ids": True,
+    }
+
+
+def judged(judge: Judge, named: Sequence[Named], episodes: Sequence[PlayedEpisode]) -> list[Judgement]:
+    """Return the judgements of episodes; an environment's own reward counts beside those of the recipe."""
+    return [
+        judgement
+        if one.reward is None
+        else Judgement({ENVIRONMENT: one.reward, **judgement.rewards}, judgement.total + one.reward)
+        for judgement, one in zip(judge(named), episodes, strict=True)
+    ]
+
+
+def episode_metrics(episodes: Sequence[PlayedEpisode]) -> dict[str, float]:
+    """Return the means of the episodes' metrics, by the names that training gives them."""
+    return {f"episode_{name}": statistics.fmean(one.metrics[name] for one in episodes) for name in episodes[0].metrics}
+
+
+def write_episodes(
+    path: Path, prompts: Sequence[RenderedPrompt], episodes: Sequence[PlayedEpisode], judgements: Sequence[Judgement]
+) -> None:
+    """Write episodes as Parquet, one a row: place and prompt, transcript, rewards, metrics, and segments of tokens."""
+    import pyarrow  # 50 ms, which checks of recipes do without
+    from pyarrow import parquet
+
+    rows = [_row(prompts[one.prompt], one, judgement) for one, judgement in zip(episodes, judgements, strict=True)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _row(asked: RenderedPrompt, episode: PlayedEpisode, judgement: Judgement) -> Mapping[str, Any]:
+    return {
+        "row": str(asked.place),
+        "prompt": asked.text,
+        "reference": asked.prompt.reference,
+        **episode.model_dump(include={"sample", "seed", "text", "transcript", "end", "num_tokens"}),
+        **{f"reward_{name}": value for name, value in judgement.rewards.items()},
+        "total": judgement.total,
+        **episode.metrics,
+        "prompt_ids": asked.token_ids,
+        "segments": [segment.model_dump() for segment in episode.segments],
+    }

@@ -1,0 +1,249 @@
+"""A served model's episodes are played, resumed, scored and kept: as scores with error bars, and as training rows.
+
+The server is a script of a model that calls the calculator or guesses, as the seed has it.
+"""
+
+import itertools
+import json
+import re
+import statistics
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from stages.core.contract import StageContext
+from stages.core.errors import EvaluationError
+from stages.data.any_rows import Prompt
+from stages.data.files import Portion
+from stages.data.formats import RowReader
+from stages.data.messages import Conversation
+from stages.harnesses.acting.playing import pass_at
+from stages.harnesses.harness import Results
+from stages.harnesses.registry import harness_of
+from stages.hubs.builtin import qwen3_tools
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.kinds.evaluate.run import _write
+from stages.kinds.generate.config import GenerateConfig
+from stages.kinds.generate.selection import Candidate, choose
+from stages.kinds.promote.paired import compare
+from stages.rewards.judging import Judgement
+from stages.rollouts.acting import PlayedEpisode, play_all
+from stages.rollouts.prompts import read_prompts
+from stages.serving.client import Client
+from stages.serving.served_models import ServedModel
+from tests.http_server import serving
+
+NUM_QUESTIONS, NUM_SAMPLES = 5, 4
+TOOLS = {"tools": ["calculator"], "max_turns": 3}
+RIGHT = {"right": {"type": "exact_match"}}
+
+
+class Server:
+    """Server of a model that calls the calculator where the seed is even, and guesses 0 where it is odd."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.asked: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            self.asked.append(body)
+            prompt = self.tokenizer.decode(body["prompt"])
+            if given := re.findall(r"<tool_response>\n(.*)\n</tool_response>", prompt):
+                text = given[-1]
+            elif body["seed"] % 2:
+                text = "0"
+            else:
+                expression = re.findall(r"What is (.*)\?", prompt)[-1]
+                call = {"name": "calculator", "arguments": {"expression": expression}}
+                text = f"Let me see.<tool_call>\n{json.dumps(call)}\n</tool_call>"
+            ids = self.tokenizer.encode(f"{text}<|im_end|>")
+        log_probabilities = {"token_logprobs": [-0.5] * len(ids)}
+        choice = {"text": text, "finish_reason": "stop", "token_ids": ids, "logprobs": log_probabilities}
+        return {"choices": [choice], "usage": {"completion_tokens": len(ids)}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer = qwen3_tools.make_tokenizer()
+    tokenizer.save_pretrained(made)
+    (made / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}))
+    return made
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    state = Server(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = json.dumps(state.answer(body)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as url:
+        state.served = ServedModel(Client(url, "key", "sft"), folder, 256, False)  # type: ignore[attr-defined]
+        yield state
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    (tmp_path / "sets").mkdir()
+    rows = [{"prompt": f"What is {n + 11} * {n + 20}?", "answer": str((n + 11) * (n + 20))} for n in range(5)]
+    (tmp_path / "sets" / "products.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "sets"
+
+
+def config(questions: Path, temperature: float = 1.0, **episodes: Any) -> EvaluateConfig:
+    block = {"environment": TOOLS, "rewards": RIGHT, "num_samples": NUM_SAMPLES, **episodes}
+    tree = {"kind": "evaluate", "model": "sft", "harness": "environment", "tasks": ["products"], "serving": {}}
+    generation = {"max_tokens": 64, "temperature": temperature}
+    return EvaluateConfig.model_validate(
+        {**tree, "task_folder": questions, "episodes": block, "generation": generation}
+    )
+
+
+def evaluate(read: EvaluateConfig, server: Any, work: Path) -> Results:
+    work.mkdir(exist_ok=True)
+    context = StageContext(work, "evaluate", "0123456789ab", {}, {}, work)
+    results = harness_of(read.evaluation).evaluate(read.evaluation, context, lambda: server.served)
+    _write(work, results)
+    return results
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_solution() -> None:
+    for num_samples, num_solved in ((1, 0), (1, 1), (5, 2), (6, 1), (4, 4)):
+        solved = [number < num_solved for number in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            draws = [any(draw) for draw in itertools.combinations(solved, k)]
+            assert pass_at(k, num_samples, num_solved) == pytest.approx(statistics.fmean(draws))
+
+
+def test_episodes_are_scored_by_question_with_error_bars(server: Any, questions: Path, tmp_path: Path) -> None:
+    results = evaluate(config(questions), server, tmp_path / "work")
+    table = parquet.read_table(tmp_path / "work" / "episodes.parquet").to_pylist()
+    assert len(table) == NUM_QUESTIONS * NUM_SAMPLES and len({row["seed"] for row in table}) == len(table)
+    by_question = [table[begin : begin + NUM_SAMPLES] for begin in range(0, len(table), NUM_SAMPLES)]
+    for row, own in zip(results.samples["products"], by_question, strict=True):
+        shares = [one["seed"] for one in own]
+        assert row["right"] == row["pass_at_1"] == statistics.fmean(one["reward_right"] for one in own)
+        assert row["pass_at_4"] == float(any(one["reward_right"] for one in own)) and len(shares) == NUM_SAMPLES
+        assert [response for (response,) in row["resps"]] == [one["transcript"] for one in own]
+    values = [row["right"] for row in results.samples["products"]]
+    found = results.scores["results"]["products"]
+    assert found["right,none"] == pytest.approx(statistics.fmean(values)) and 0 < found["right,none"] < 1
+    assert found["right_stderr,none"] == pytest.approx(statistics.stdev(values) / len(values) ** 0.5)
+    for row in table:
+        called = row["calls"] == 1
+        assert (row["reward_right"], row["end"], row["turns"]) == (float(called), "done", 1 + called)
+        assert ("<tool_response>" in row["transcript"]) == called
+        assert [one["author"] for one in row["segments"]] == (
+            ["model", "environment", "model"] if called else ["model"]
+        )
+    assert results.metrics["episode_calls"] == statistics.fmean(row["calls"] for row in table)
+    paired = compare([tmp_path / "work"], [tmp_path / "work"])
+    assert {one.name: one.difference for one in paired} == dict.fromkeys(
+        ["products.right", "products.pass_at_1", "products.pass_at_4"], 0.0
+    )
+    assert {one.num_samples for one in paired} == {NUM_QUESTIONS}
+
+
+def test_a_resumed_evaluation_asks_for_missing_episodes_only(server: Any, questions: Path, tmp_path: Path) -> None:
+    whole = evaluate(config(questions), server, tmp_path / "work")
+    num_asked = len(server.asked)
+    (kept,) = (tmp_path / "work" / "scratch").glob("episodes-*.jsonl")
+    lines = kept.read_bytes().splitlines(keepends=True)
+    kept.write_bytes(b"".join(lines[:-2]) + lines[-2][:50])
+    again = evaluate(config(questions), server, tmp_path / "work")
+    assert again.samples == whole.samples and again.scores == whole.scores
+    assert 2 <= len(server.asked) - num_asked <= 4, "two episodes, of one turn or two"
+
+
+def test_what_cannot_be_is_refused_before_anything_is_asked(folder: Path, questions: Path) -> None:
+    (problem,) = harness_of(config(questions, 0.0).evaluation).problems(config(questions, 0.0).evaluation)
+    assert "generation.temperature: is 0" in problem
+    with pytest.raises(ValidationError, match="this environment gives none"):
+        config(questions, rewards={})
+    read = config(questions).evaluation
+    harness = harness_of(read)
+    assert harness.check(read, questions, folder) is None
+    assert [
+        harness.may_give(f"products.{name}", read) for name in ("right", "pass_at_1", "pass_at_4", "pass_at_2")
+    ] == [*(True, True, True, False)]
+    (questions / "products.jsonl").write_text('{"prompt": "What is 1 * 1?"}\n')
+    with pytest.raises(EvaluationError, match="has no right answer, which the reward right compares with"):
+        harness.check(read, questions, folder)
+    python = config(questions, environment={"tools": ["calculator", "python"]})
+    assert python.custom_code() == ("episodes.environment: code in the model's calls, within limits",)
+
+
+def generate(**fields: Any) -> GenerateConfig:
+    tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "problems"}, "environment": TOOLS}
+    return GenerateConfig.model_validate(
+        {**tree, "rewards": RIGHT, "num_samples": NUM_SAMPLES, "max_tokens": 64, "keep": "best", **fields}
+    )
+
+
+def test_the_best_episodes_become_rows_that_teach_to_call_tools(
+    server: Any, folder: Path, questions: Path, tmp_path: Path
+) -> None:
+    read = generate()
+    options = replace(read.prompt_options, portion=Portion("training", "products"))
+    prompts = read_prompts(questions, options, folder)
+    assert read.environment
+    played = play_all(server.served, prompts, read.environment, read.sampling_options, tmp_path / "kept", print)
+    for number, asked in enumerate(prompts):
+        own = played[number * NUM_SAMPLES : (number + 1) * NUM_SAMPLES]
+        rewards = [float(one.text == asked.prompt.reference) for one in own]
+        candidates = [
+            Candidate(one, Judgement({"right": reward}, reward)) for one, reward in zip(own, rewards, strict=True)
+        ]
+        (row,) = choose(asked.prompt, candidates, read).rows
+        if any(rewards):
+            (document,) = RowReader("auto", "examples").read(row)
+            assert isinstance(document, Conversation) and document.tools
+            _, call, response, answer = document.messages
+            assert call["content"] == "Let me see." and call["tool_calls"][0]["function"]["name"] == "calculator"
+            assert response["content"] == answer["content"] == asked.prompt.reference
+    assert sum(one.metrics["calls"] for one in played) > 0
+
+
+def test_an_episode_that_was_cut_or_whose_call_failed_is_not_learned(folder: Path) -> None:
+    def episode(number: int, **fields: Any) -> PlayedEpisode:
+        metrics = {"malformed_calls": 0.0, "failed_calls": 0.0, **fields.pop("metrics", {})}
+        tree = {
+            "prompt": 0,
+            "sample": number,
+            "seed": 0,
+            "text": "3",
+            "num_tokens": 1,
+            "truncated": False,
+            "end": "done",
+        }
+        whole = {"transcript": f"3 {number}", "reward": None, "asked": [], "segments": [], "metrics": metrics}
+        return PlayedEpisode.model_validate(
+            {**tree, **whole, "answer": [{"role": "assistant", "content": "3"}], **fields}
+        )
+
+    cut, failed, good = episode(0, truncated=True), episode(1, metrics={"failed_calls": 1.0}), episode(2)
+    candidates = [Candidate(one, Judgement({"right": 1.0}, 1.0)) for one in (cut, failed, good)]
+    choice = choose(
+        Prompt(Conversation([{"role": "user", "content": "1 + 2?"}]), "3", {}), candidates, generate(num_samples=3)
+    )
+    assert choice.outcomes == ("dropped: it was cut off at max_tokens", "dropped: a call of it failed", "kept")
