@@ -1,5 +1,6 @@
 """S3 server for tests (moto on the loopback), and the environment variables that direct object storage to it."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,23 @@ class S3Server:
             yield throttle
         finally:
             self.wsgi.app = throttle.app
+
+    @contextmanager
+    def slow(self, part: str, seconds: float) -> Iterator[None]:
+        """Answer requests whose path has this part only after so many seconds, or at the end of the context."""
+        app, is_over = self.wsgi.app, threading.Event()
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            if part in environ["PATH_INFO"]:
+                is_over.wait(seconds)
+            return app(environ, start_response)
+
+        self.wsgi.app = answer
+        try:
+            yield
+        finally:
+            is_over.set()
+            self.wsgi.app = app
 
     def admit_nobody(self) -> None:
         """Make the S3 server refuse all further requests: turn on authentication, with no key registered."""

@@ -138,14 +138,17 @@ def verify(as_json: bool) -> None:
             for trouble in ("damaged", "missing", "extra"):
                 for file in getattr(verification, trouble):
                     click.echo(f"         {trouble}: {file}")
-    lacks = _shared_lacks(store)
+    lacks, unread = _shared_lacks(store)
     bad = [verification for verification in verified if not verification.whole]
     if as_json:
         damaged = [
             {"artifact": str(one.artifact.folder), "damaged": one.damaged, "missing": one.missing, "extra": one.extra}
             for one in bad
         ]
-        print_json({"verified": len(verified), "damaged": damaged, **({"lacking": lacks} if store.remote else {})})
+        of_shared = {"lacking": lacks, "unreadable": unread} if store.remote else {}
+        print_json({"verified": len(verified), "damaged": damaged, **of_shared})
+    for reason in () if as_json else unread:
+        click.echo(f"DAMAGED  {reason}")
     if bad and not as_json:
         names = ", ".join(verification.artifact.record.stage for verification in bad)
         raise StoreError(f"{len(bad)} of {len(verified)} artifacts are damaged: {names}; --force builds a stage again")
@@ -155,16 +158,21 @@ def verify(as_json: bool) -> None:
             f"the shared store lacks contents of {len(lacks)} artifacts:\n{listed}\nBuild them again with --force, "
             "which sends them"
         )
-    if bad or lacks:
+    if bad or lacks or unread:
         sys.exit(StoreError.exit_code)
 
 
-def _shared_lacks(store: Store) -> dict[str, list[str]]:
-    """Return which files of which artifacts (`KIND/VERSION`) the shared store lacks; {} without one."""
+def _shared_lacks(store: Store) -> tuple[dict[str, list[str]], list[str]]:
+    """Return which files of which artifacts (`KIND/VERSION`) the shared store lacks, and why records are unreadable."""
     from flows.store.upkeep import lacking
 
-    found = lacking(store.remote) if store.remote else ()
-    return {f"{record.kind}/{record.version}": list(names) for record, names in found if names}
+    lacks, unread = {}, []
+    for record, names in lacking(store.remote) if store.remote else ():
+        if isinstance(record, StoreError):
+            unread.append(str(record))
+        elif names:
+            lacks[f"{record.kind}/{record.version}"] = list(names)
+    return lacks, unread
 
 
 @click.command()
@@ -230,10 +238,11 @@ def _collect_shared(dry_run: bool, older_than_days: float) -> Collected:
     store = Store(store_root())
     if store.remote is None:
         raise RecipeError(f"--shared: this home shares no store; {store.root.parent}/store.yaml would name one")
-    found = upkeep.find_unneeded(store.remote, SharedChampions(store).artifacts(), older_than_days)
+    found, unread = upkeep.find_unneeded(store.remote, SharedChampions(store).artifacts(), older_than_days)
     if dry_run:
-        return Collected(tuple(upkeep.as_garbage(one) for one in found), ())
-    return upkeep.delete(store.remote, found)
+        return Collected(tuple(upkeep.as_garbage(one) for one in found), unread)
+    done = upkeep.delete(store.remote, found)
+    return Collected(done.removed, done.failures + unread)
 
 
 class Percentage(click.ParamType):

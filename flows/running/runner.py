@@ -15,7 +15,7 @@ from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
 from flows.ledger.trace import traced
 from flows.planning.plan import PlannedStage
-from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
+from flows.running.workspace import ResolvedInputs, commit, discard, note_attempt, prepare
 from flows.store.content import LOG_FILE, is_pending
 from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.shared import Claim, agree, agreed, claimed, is_unsent
@@ -170,7 +170,10 @@ class _Running:
             if self.attempt.number > 1 and is_unsent(self.store, kind, version):
                 # The first attempt has built it.
                 self.attempt = replace(self.attempt, planned=replace(self.planned, forced=False))
-            built = self._found(agree)
+            if self.planned.forced and self.attempt.number == 1:
+                # Before anything can fail, so that no later attempt continues what an earlier refresh left.
+                discard(self.store, work)
+            built = self._found(self._agree)
             if built is None or is_pending(built.artifact):
                 with claimed(self.store, kind, version, self._wait) as claim:
                     return self._found_or_built_alone(claim)
@@ -179,7 +182,7 @@ class _Running:
 
     def _found_or_built_alone(self, claim: Claim | None) -> BuiltStage:
         """Return the artifact: newly built, or another home's that built it before this one could."""
-        built = self._found(agree)
+        built = self._found(self._agree)
         if built and not is_pending(built.artifact):
             self.store.remove(self.attempt.work)
             return built
@@ -187,8 +190,7 @@ class _Running:
             # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
             with suppress(OutdatedVerdictError):
                 return self._complete(built, claim)
-        fresh = self.planned.forced and self.attempt.number == 1
-        resumed = prepare(self.store, self.planned, self.inputs, fresh)
+        resumed = prepare(self.store, self.planned, self.inputs)
         self.attempt = replace(self.attempt, resumed=resumed)
         return self._build(claim)
 
@@ -215,7 +217,7 @@ class _Running:
             if is_pending(artifact.folder):
                 result = hook.complete(store, planned, artifact.folder, observer.tick, self.stop)
             if claim:
-                claim.send(artifact)
+                claim.send(artifact, self._go_on)
         except BaseException as error:
             if process:
                 process.stop()
@@ -236,7 +238,7 @@ class _Running:
         self.observer.started(self.attempt)
         self.observer.ended(AttemptEnd(built.artifact, seconds, result, None))
         if claim and (artifact := self.store.find(built.kind, built.version)):
-            claim.send(artifact)
+            claim.send(artifact, self._go_on)
         return replace(built, state="built", seconds=seconds)
 
     def _found(self, find: Callable[[Store, str, str, Mapping[str, str]], Artifact | None]) -> BuiltStage | None:
@@ -266,6 +268,14 @@ class _Running:
         self.observer.waiting()
         if self.stop.is_set():
             raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")
+
+    def _go_on(self) -> None:
+        """Be called during a transfer from or to the shared store; raise RefreshStoppedError to end it."""
+        if self.stop.is_set():
+            raise RefreshStoppedError(f"{self.planned.name} was stopped between the shared store and this machine")
+
+    def _agree(self, store: Store, kind: str, version: str, digests: Mapping[str, str]) -> Artifact | None:
+        return agree(store, kind, version, digests, self._go_on)
 
 
 def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, BuiltStage]) -> ResolvedInputs:

@@ -46,21 +46,22 @@ class AttemptNote(StrictModel):
     digests: dict[str, str]
 
 
-def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, fresh: bool) -> bool:
+def discard(store: Store, work: Path) -> None:
+    """Remove a stage's work folder, once nothing that a dead flow left is at work there. Call it under the lock."""
+    _end_left_over(work)
+    store.remove(work)
+
+
+def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs) -> bool:
     """Prepare a stage's work folder and write its `config.json`; return whether an earlier attempt left scratch files.
 
-    Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
-    other content. Call it under the lock.
+    Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless it was made
+    from other content. Call it under the lock.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
-    note = AttemptNote.read_or_none(work / ATTEMPT_FILE)
-    if note and note.token:
-        token = note.token
-        end_processes(lambda: marked_processes(token))
-        # After the processes, since the agent among them might submit another job.
-        cancel_left_over(work)
+    note = _end_left_over(work)
     # Without a note, nothing says from which content the scratch files were made.
-    if work.exists() and (fresh or note is None or note.digests != resolved_inputs.digests):
+    if work.exists() and (note is None or note.digests != resolved_inputs.digests):
         store.remove(work)
     store.make_folder(work)
     with store.explained(f"prepare {work}"):
@@ -69,6 +70,17 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
         note_attempt(work, resolved_inputs, None)
         write_atomically(work / "config.json", stage_input(store, planned, resolved_inputs).model_dump_json(indent=2))
         return any((work / SCRATCH_FOLDER).glob("*"))
+
+
+def _end_left_over(work: Path) -> AttemptNote | None:
+    """End the processes and jobs of a dead flow in a work folder; return the note that it left there."""
+    note = AttemptNote.read_or_none(work / ATTEMPT_FILE)
+    if note and note.token:
+        token = note.token
+        end_processes(lambda: marked_processes(token))
+        # After the processes, since the agent among them might submit another job.
+        cancel_left_over(work)
+    return note
 
 
 def note_attempt(work: Path, resolved_inputs: ResolvedInputs, token: str | None) -> None:

@@ -3,9 +3,10 @@
 Credentials, and a server's address (`AWS_ENDPOINT_URL`), come from the environment only; no message shows them.
 """
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -35,6 +36,12 @@ READ_BYTES = 64 << 20
 QUERY = re.compile(r"\?[^\s)]*")
 """Pattern of a URL's query, in which Azure has signatures."""
 SHOWN_CHARACTERS = 400
+STOP_INTERVAL_S = 0.2
+"""Seconds between two looks, during a transfer, for a stop of the refresh."""
+
+
+def go_on() -> None:
+    """Let a transfer run to its end: the `check` of one that nothing stops."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +117,34 @@ class Objects:
         """Create an object if `held` is None, else replace it."""
         return self.create(name, content) if held is None else self.replace(name, content, held)
 
-    def send(self, name: str, file: Path) -> None:
-        """Write a file as an object, whatever is there: its name says its content."""
+    def send(self, name: str, file: Path, check: Callable[[], None]) -> None:
+        """Write a file as an object, whatever is there: its name says its content.
+
+        check: is called every 0.2 s; what it raises ends the transfer.
+        """
         import obstore
 
         part_bytes = max(CHUNK_BYTES, file.stat().st_size // MOST_PARTS + 1)
         with self._explained(f"sending {name}"):
-            obstore.put(self._store, name, file, chunk_size=part_bytes, max_concurrency=PARTS_AT_A_TIME)
+            options = {"chunk_size": part_bytes, "max_concurrency": PARTS_AT_A_TIME}
+            _until(lambda: obstore.put_async(self._store, name, file, **options), check)
 
-    def receive(self, name: str, size_bytes: int, take: Callable[[bytes], object]) -> None:
-        """Hand the first `size_bytes` of an object to `take`, in chunks, each a request with a time limit of its own.
+    def receive(
+        self, name: str, size_bytes: int, take: Callable[[bytes], object], check: Callable[[], None], first: int = 0
+    ) -> None:
+        """Hand an object's bytes from `first` to `size_bytes` to `take`, in chunks, each with a time limit of its own.
 
+        check: is called every 0.2 s; what it raises ends the transfer.
         Raises TransientError without such an object, since a listing, or a copy of the bucket, may lag behind.
         """
         import obstore
 
-        for start in range(0, size_bytes, CHUNK_BYTES):
+        for start in range(first, size_bytes, CHUNK_BYTES):
             end = min(start + CHUNK_BYTES, size_bytes)
             with self._explained(f"receiving {name}"):
                 try:
-                    chunk = bytes(obstore.get_range(self._store, name, start=start, end=end))
+                    span = {"start": start, "end": end}
+                    chunk = bytes(_until(lambda span=span: obstore.get_range_async(self._store, name, **span), check))
                 except FileNotFoundError:
                     raise TransientError(
                         f"{self.address} does not have {name}, which a record names; run this again, and if it stays "
@@ -137,13 +152,13 @@ class Objects:
                     ) from None
             take(chunk)
 
-    def written(self, name: str) -> Listed | None:
-        """Return an object's size and time of writing; None when there is none."""
+    def written(self, name: str, check: Callable[[], None] = go_on) -> Listed | None:
+        """Return an object's size and time of writing; None when there is none. check: as of `send`."""
         import obstore
 
         with self._explained(f"asking for {name}"):
             try:
-                return _listed(obstore.head(self._store, name))
+                return _listed(_until(lambda: obstore.head_async(self._store, name), check))
             except FileNotFoundError:
                 return None
 
@@ -204,6 +219,19 @@ class Objects:
                     "check the network and the limits of the bucket, and run this again"
                 ) from None
             raise StoreError(f"{where}: {shown}") from None
+
+
+def _until(request: Callable[[], Awaitable[Any]], check: Callable[[], None]) -> Any:
+    """Return a request's answer; give the request up as soon as `check`, called every 0.2 s, raises."""
+
+    async def waited() -> Any:
+        answer = asyncio.ensure_future(request())
+        while not answer.done():
+            check()
+            await asyncio.wait({answer}, timeout=STOP_INTERVAL_S)
+        return answer.result()
+
+    return asyncio.run(waited())  # which cancels the request after an exception
 
 
 def _tag(meta: Any) -> dict[str, str]:

@@ -15,7 +15,7 @@ all. Nothing that comes from the bucket is trusted: names and digests of a recor
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from flows.recipe.text import parse_yaml, read_text
 from flows.recipe.version import version_of
 from flows.store.content import NOT_OF_THE_ARTIFACT, FileEntry, content_digest, hash_file
-from flows.store.objects import ADDRESS, Held, Listed, Objects
+from flows.store.objects import ADDRESS, Held, Listed, Objects, go_on
 from flows.store.record import Artifact, Record
 from stages.core.errors import DownloadError, RecipeError, StoreError, full_disk_named
 from stages.core.fields import StrictModel
@@ -37,6 +37,7 @@ SETTING_FILE = "store.yaml"
 NUM_CONNECTIONS = 8
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+RECORD_NAME = re.compile(rf"records/({NAME.pattern})/({NAME.pattern})\.json")
 FRESH = timedelta(days=1)
 """Age up to which a blob that is there is not sent again; garbage collection takes none of less than twice this age."""
 
@@ -84,43 +85,51 @@ class Remote:
         held = self.objects.read(_record_name(kind, version))
         return Shared(self._checked(held.content, kind, version), held) if held else None
 
-    def records(self) -> Iterator[tuple[Shared, Listed]]:
-        """Yield the records of all artifacts, each with the time of its writing."""
+    def records(self) -> Iterator[tuple[Shared | StoreError, Listed]]:
+        """Yield the records of all artifacts, each with the time of its writing, or why it is none."""
         for listed in self.objects.below("records"):
-            kind, _, file = listed.name.removeprefix("records/").rpartition("/")
-            if found := self.find(kind, file.removesuffix(".json")):
-                yield found, listed
+            named = RECORD_NAME.fullmatch(listed.name)
+            try:
+                if not named:
+                    raise StoreError(f"{self.address}/{listed.name} is no record of an artifact; delete this object")
+                if found := self.find(*named.groups()):
+                    yield found, listed
+            except StoreError as error:
+                yield error, listed
 
-    def send(self, artifact: Artifact, seen: Shared | None) -> bool:
+    def send(self, artifact: Artifact, seen: Shared | None, check: Callable[[], None] = go_on) -> bool:
         """Send an artifact, its contents first; return False, without a record, if another home was faster.
 
-        seen: the record that it replaces, which must still be there. Raises StoreError for a file that is no longer as
-        recorded.
+        seen: the record that it replaces, which must still be there. check: is called every 0.2 s, and may raise.
+        Raises StoreError for a file that is no longer as recorded.
         """
         record = artifact.record
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            for _ in pool.map(lambda name: self._send(artifact, name), record.files):
+            for _ in pool.map(lambda name: self._send(artifact, name, check), record.files):
                 pass
         content = record.model_dump_json().encode()
         return bool(self.objects.swap(_record_name(record.kind, record.version), content, seen.held if seen else None))
 
-    def receive(self, record: Record, folder: Path) -> None:
+    def receive(self, record: Record, folder: Path, check: Callable[[], None] = go_on) -> None:
         """Receive the files of an artifact into a folder, which may hold some of them from an earlier try.
 
-        Raises StoreError for a content that is missing or has another sha256 than recorded; it is not kept.
+        check: is called every 0.2 s, and may raise. Raises StoreError for a content that is missing or has another
+        sha256 than recorded; it is not kept.
         """
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for _ in pool.map(
-                lambda name: self._receive(record.files[name], path_in(folder, name, self.address)), record.files
+                lambda name: self._receive(record.files[name], path_in(folder, name, self.address), check),
+                record.files,
             ):
                 pass
 
-    def _send(self, artifact: Artifact, name: str) -> None:
+    def _send(self, artifact: Artifact, name: str, check: Callable[[], None]) -> None:
+        check()
         entry, file = artifact.record.files[name], artifact.folder / name
         if not entry.size:
             return  # nothing to hold
         blob = blob_name(entry.sha256)
-        there = self.objects.written(blob)
+        there = self.objects.written(blob, check)
         if there and there.size_bytes == entry.size and datetime.now(UTC) - there.written < FRESH:
             return
         try:
@@ -132,15 +141,16 @@ class Remote:
                 f"sending {artifact.folder} to {self.address}: {name} is no longer as it was recorded; build it again "
                 f"with `--force {artifact.record.stage}`"
             )
-        self.objects.send(blob, file)
+        self.objects.send(blob, file, check)
 
-    def _receive(self, entry: FileEntry, target: Path) -> None:
+    def _receive(self, entry: FileEntry, target: Path, check: Callable[[], None]) -> None:
+        check()
         if target.exists() and hash_file(target) == entry:
             return
         hasher = hashlib.sha256()
         target.parent.mkdir(parents=True, exist_ok=True)
         blob = blob_name(entry.sha256)
-        listed = self.objects.written(blob) if entry.size else None
+        listed = self.objects.written(blob, check) if entry.size else None
         is_other = listed is not None and listed.size_bytes != entry.size
         if not is_other:
             with full_disk_named(f"receiving {target.name} from {self.address}", target), target.open("wb") as stream:
@@ -149,7 +159,7 @@ class Remote:
                     stream.write(chunk)
                     hasher.update(chunk)
 
-                self.objects.receive(blob, entry.size, take)
+                self.objects.receive(blob, entry.size, take, check)
             is_other = hasher.hexdigest() != entry.sha256
         if is_other:
             target.unlink(missing_ok=True)
@@ -164,8 +174,8 @@ class Remote:
             record = Record.model_validate_json(content)
         except ValidationError:
             raise StoreError(
-                f"{where} is no record that this version can read: it is damaged, or of a newer version of this "
-                "program, which all homes of a shared store should have"
+                f"{where} is no record that this version can read: it is damaged (then delete this object), or of a "
+                "newer version of this program, which all homes of a shared store should have"
             ) from None
         sound = (
             (record.kind, record.version) == (kind, version)

@@ -12,6 +12,7 @@ from pathlib import Path
 from flows.recipe.version import canonical_json
 from flows.store.content import UNSENT_FILE, files_in, is_pending
 from flows.store.lease import Lease, lease
+from flows.store.objects import go_on
 from flows.store.record import Artifact, Index, Record
 from flows.store.remote import Remote, Shared, lease_name
 from flows.store.store import Store
@@ -33,10 +34,10 @@ class Claim:
         """Note beside what will be committed which shared record it replaces, until it is sent."""
         (work / UNSENT_FILE).write_text(_mark_of(self._seen))
 
-    def send(self, artifact: Artifact) -> None:
+    def send(self, artifact: Artifact, check: Callable[[], None]) -> None:
         """Send the artifact that was built to the shared store, unless it waits for its hook or a person."""
         if not is_pending(artifact.folder):
-            send(self._remote, artifact, self._seen)
+            send(self._remote, artifact, self._seen, check)
 
 
 @contextmanager
@@ -64,9 +65,12 @@ def agreed(store: Store, kind: str, version: str, digests: Mapping[str, str]) ->
     return local if seen and _are_same(local, seen) else None
 
 
-def agree(store: Store, kind: str, version: str, digests: Mapping[str, str]) -> Artifact | None:
+def agree(
+    store: Store, kind: str, version: str, digests: Mapping[str, str], check: Callable[[], None] = go_on
+) -> Artifact | None:
     """Return the artifact that was built from inputs with these content digests, after receiving or sending it.
 
+    check: is called every 0.2 s of a transfer; what it raises ends the transfer, which is resumed by the next call.
     A local one that the shared store lacks, or that was built in place of the very record there, is sent; else the
     shared one is received in its place. Call it under the lock.
     """
@@ -76,9 +80,9 @@ def agree(store: Store, kind: str, version: str, digests: Mapping[str, str]) -> 
     seen = store.remote.find(kind, version)
     replaces = local and _unsent_mark(local) == _mark_of(seen)
     if seen and not seen.record.stale_field(digests) and not replaces:
-        return local if local and _are_same(local, seen) else receive(store, store.remote, seen.record)
+        return local if local and _are_same(local, seen) else receive(store, store.remote, seen.record, check)
     if local and not local.pending and not local.damage:
-        send(store.remote, local, seen)
+        send(store.remote, local, seen, check)
     return local
 
 
@@ -107,9 +111,9 @@ def _are_same(local: Artifact, seen: Shared) -> bool:
     return local.pending or local.record.digest == seen.record.digest
 
 
-def send(remote: Remote, artifact: Artifact, seen: Shared | None) -> None:
+def send(remote: Remote, artifact: Artifact, seen: Shared | None, check: Callable[[], None]) -> None:
     """Send an artifact to the shared store. Raises TransientError if another home was faster: its own is then taken."""
-    is_sent = remote.send(artifact, seen)
+    is_sent = remote.send(artifact, seen, check)
     (artifact.folder / UNSENT_FILE).unlink(missing_ok=True)
     if not is_sent:
         raise TransientError(
@@ -140,17 +144,17 @@ def obtain(store: Store, kind: str, version: str) -> Artifact | None:
     return receive(store, store.remote, shared.record) if shared else None
 
 
-def receive(store: Store, remote: Remote, record: Record) -> Artifact:
+def receive(store: Store, remote: Remote, record: Record, check: Callable[[], None] = go_on) -> Artifact:
     """Receive an artifact whole into the local store, in place of one of the same version; resume an earlier try."""
     # Of its content, so that files of another one are never taken for its own.
     key = hashlib.sha256(canonical_json({name: one.sha256 for name, one in record.files.items()}).encode()).hexdigest()
-    with store.lock(record.kind, key[:12], _wait):
+    with store.lock(record.kind, key[:12], check):
         local = store.find(record.kind, record.version)
         if local and local.record == record and not local.damage:
             return local  # another process received it while this one waited
         work = store.make_folder(store.work_folder(record.kind, record.stage, key[:12]))
         with store.explained(f"receive {record.kind}/{record.version} from {remote.address}"):
-            remote.receive(record, work)
+            remote.receive(record, work, check)
             for name, path in files_in(work):
                 if name not in record.files:
                     path.unlink()
@@ -196,7 +200,3 @@ class _WithShared(Index):
         record = found.record
         folder = self._store.folder_of(kind, record.stage, version)
         return Artifact(folder, record, record.finished.timestamp(), elsewhere=self._remote.address)
-
-
-def _wait() -> None:
-    """Do nothing while another process of this home receives the same artifact."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from flows.store.collect import SECONDS_PER_DAY, Collected, Garbage, needed
 from flows.store.objects import Listed
 from flows.store.record import Artifact, Index, Record
-from flows.store.remote import FRESH, Remote, blob_name
-from stages.core.errors import LifecycleError
+from flows.store.remote import FRESH, RECORD_NAME, Remote, blob_name
+from stages.core.errors import LifecycleError, StoreError
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,17 @@ class Unneeded:
     reason: str
 
 
-def lacking(remote: Remote) -> Iterator[tuple[Record, tuple[str, ...]]]:
+def lacking(remote: Remote) -> Iterator[tuple[Record | StoreError, tuple[str, ...]]]:
     """Yield each shared artifact's record, and which of its files the shared store lacks or has in another size.
 
-    Contents are compared with their sha256 when they are received.
+    In place of a record that cannot be read comes the reason. Contents are compared with their sha256 when they are
+    received.
     """
     sizes = {one.name: one.size_bytes for one in remote.objects.below("blobs")}
     for shared, _ in remote.records():
+        if isinstance(shared, StoreError):
+            yield shared, ()
+            continue
         files = shared.record.files.items()
         yield (
             shared.record,
@@ -35,17 +39,24 @@ def lacking(remote: Remote) -> Iterator[tuple[Record, tuple[str, ...]]]:
         )
 
 
-def find_unneeded(remote: Remote, protected: Collection[str], older_than_days: float) -> list[Unneeded]:
+def find_unneeded(
+    remote: Remote, protected: Collection[str], older_than_days: float
+) -> tuple[list[Unneeded], tuple[str, ...]]:
     """Return the records of superseded artifacts, and contents that no other record names, as far as they are old.
 
     Kept are, of each stage of each recipe, the artifact that was sent last, those with versions in `protected`, all
     that these were built from, and what was written in the last two days: a home may be about to name it in a record.
+    Beside them comes why objects below `records/` are none; while an artifact's record cannot be read, all contents are
+    kept, since it may name them.
     """
     before_s = time.time() - max(older_than_days * SECONDS_PER_DAY, 2 * FRESH.total_seconds())
-    sent = {
-        listed.name: (Artifact(Path(listed.name), shared.record, listed.written.timestamp()), listed)
-        for shared, listed in remote.records()
-    }
+    sent: dict[str, tuple[Artifact, Listed]] = {}
+    unread: dict[str, StoreError] = {}
+    for shared, listed in remote.records():
+        if isinstance(shared, StoreError):
+            unread[listed.name] = shared
+        else:
+            sent[listed.name] = Artifact(Path(listed.name), shared.record, listed.written.timestamp()), listed
     kept = needed(Index(artifact for artifact, _ in sent.values()), protected, ())
     superseded = [
         listed for artifact, listed in sent.values() if artifact not in kept and listed.written.timestamp() < before_s
@@ -57,8 +68,9 @@ def find_unneeded(remote: Remote, protected: Collection[str], older_than_days: f
         if name not in gone
         for entry in artifact.record.files.values()
     }
-    blobs = (one for one in remote.objects.below("blobs") if one.name not in named)
-    return [
+    are_known = not any(RECORD_NAME.fullmatch(name) for name in unread)
+    blobs = [one for one in remote.objects.below("blobs") if one.name not in named] if are_known else []
+    unneeded = [
         # Records first: one whose contents are gone would be worse than contents without a record.
         *(Unneeded(one, f"superseded in {remote.address}") for one in superseded),
         *(
@@ -67,6 +79,7 @@ def find_unneeded(remote: Remote, protected: Collection[str], older_than_days: f
             if one.written.timestamp() < before_s
         ),
     ]
+    return unneeded, tuple(str(error) for error in unread.values())
 
 
 def delete(remote: Remote, unneeded: Collection[Unneeded]) -> Collected:

@@ -3,7 +3,8 @@
 In a folder of the lifecycle home, beside the keys:
 
 tokens-DAY-PROCESS.json  tokens by name that one proxy has counted on one day (UTC); a quota holds for the sum
-audit-DAY-PROCESS.jsonl  one line for each request: when, who, model, route, status, tokens; no text of it
+audit-DAY-PROCESS.jsonl  one line for each request: when, who, model, route, status, tokens; no text of it. Requests
+                         with keys that do not hold are counted: one line for equal ones of a quarter of a second
 
 A thread reads and writes them, several times a second, so that answers wait for no disk; a killed proxy has lost what
 came since. A disk that is full costs what could not be written, and the log says so.
@@ -52,6 +53,7 @@ class People:
         self._written: dict[str, dict[str, int]] = {}
         self._used_by_others: Counter[str] = Counter()  # today
         self._lines: deque[tuple[str, str]] = deque(maxlen=MAX_UNWRITTEN)
+        self._wrong_keys: Counter[tuple[str | None, str | None]] = Counter()  # by name and route
         self._under_way: dict[str, set[Callable[[], object]]] = {}
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -82,13 +84,22 @@ class People:
             return None
         now = datetime.now(UTC)
         renewal = datetime.combine(now.date() + timedelta(days=1), datetime.min.time(), UTC)
-        self._note(name, None, route, 429)
         message = (
             f"the key of {name} has used {used:,} of its {key.tokens_a_day:,} tokens a day; "
             f"it renews at {renewal:%Y-%m-%dT%H:%M:%SZ}"
         )
         wait_s = int((renewal - now).total_seconds()) + 1
         return error(429, message, {"Retry-After": str(wait_s)}, kind="insufficient_quota")
+
+    def note_refusal(self, name: str, route: str | None, status: int) -> None:
+        """Note in the audit log a person's request that no engine has answered. route: None for an unknown one."""
+        self._note(name, None, route, status)
+
+    def note_wrong_key(self, authorization: bytes, route: str | None) -> None:
+        """Count a request whose key does not hold, under the name in it if there is a key of that name."""
+        name, _ = name_in(authorization.decode("latin-1").partition(" ")[2])
+        with self._lock:
+            self._wrong_keys[name if name in self._keys else None, route] += 1
 
     @contextmanager
     def answering(self, name: str, stop: Callable[[], object]) -> Iterator[None]:
@@ -115,7 +126,9 @@ class People:
         self._used.setdefault(today(), Counter())[name] += prompt + completion
         self._note(name, str(exchange.asked.get("model")), route, exchange.status, prompt, completion)
 
-    def _note(self, name: str, model: str | None, route: str, status: int, *tokens: int) -> None:
+    def _note(
+        self, name: str | None, model: str | None, route: str | None, status: int, *tokens: int, number: int = 1
+    ) -> None:
         now = datetime.now(UTC)
         prompt, completion = tokens or (0, 0)
         line = {
@@ -126,6 +139,7 @@ class People:
             "status": status,
             "prompt_tokens": prompt,
             "completion_tokens": completion,
+            "requests": number,
         }
         self._lines.append((f"{now:%Y-%m-%d}", json.dumps(line)))
 
@@ -136,6 +150,10 @@ class People:
     def _look(self) -> None:
         """Read the keys and what other proxies have counted; write what this one has."""
         trouble = ""
+        with self._lock:
+            wrong, self._wrong_keys = self._wrong_keys, Counter()
+        for (name, route), number in wrong.items():
+            self._note(name, None, route, 401, number=number)
         try:
             self._take(read_keys(self._folder))
         except StoreError as problem:

@@ -64,9 +64,11 @@ ROUTES = {
 FOR_PEOPLE = frozenset((MODELS, "/v1/completions", CHAT, HEALTH))
 """Routes that take people's own keys; the others tell of everybody's requests."""
 PERSON = web.RequestKey("person", str)
+"""Name of the person whose key a request has, in the request's state."""
+IS_COUNTED = web.RequestKey("is_counted", bool)
+"""Mark, in a request's state, that the audit log has it with the tokens of its answer."""
 EMBEDDED = re.compile(rb"base64,[A-Za-z0-9+/=]*")
 """Pattern of a medium in a request, whose bytes say little about its tokens."""
-"""Name, in a request's state, of the person whose key it has."""
 NOT_OF_PEOPLE = (b"authorization", b"accept-encoding")
 """Headers of people that engines do not get: they know the server's key alone, and could compress away their counts."""
 MAX_BODY_BYTES = 32 * 2**20
@@ -161,11 +163,13 @@ class Proxy:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Forward a client's request and the engine's answer; ends the engine's work when the client disconnects."""
-        refusal = self._refusal(request)
-        if refusal:
-            return refusal
-        with self._until_revoked(request):
-            return await self._admitted(request)
+        response = self._refusal(request)
+        if response is None:
+            with self._until_revoked(request):
+                response = await self._admitted(request)
+        if self._people and response.status >= 400:
+            self._note_refusal(self._people, request, response.status)
+        return response
 
     async def _admitted(self, request: web.BaseRequest) -> web.StreamResponse:
         self._num_requests += 1
@@ -209,12 +213,14 @@ class Proxy:
         }
 
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
-        authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        authorization = _authorization(request)
         # Takes as long for every wrong key, so that no one can find the key byte by byte.
         is_own = hmac.compare_digest(authorization, self._bearer)
         person = None if is_own or not self._people else self._people.of(authorization)
         if not is_own and person is None:
             return error(401, "the API key is missing or wrong; send it as a bearer token")
+        if person:
+            request[PERSON] = person
         path = _path(request)
         if path not in ROUTES:
             return error(404, f"there is no {path}; there are {', '.join(ROUTES)}")
@@ -231,8 +237,17 @@ class Proxy:
         path = _path(request)
         if path not in FOR_PEOPLE:
             return error(403, f"{path} takes the server's own key only")
-        request[PERSON] = person
         return self._people.refusal(person, path) if self._people and request.method == "POST" else None
+
+    def _note_refusal(self, people: People, request: web.BaseRequest, status: int) -> None:
+        """Write into the audit log that a person, or someone without a key that holds, was refused."""
+        path = _path(request)
+        route = path if path in ROUTES else None
+        if person := request.get(PERSON):
+            if not request.get(IS_COUNTED):
+                people.note_refusal(person, route, status)
+        elif status == 401:
+            people.note_wrong_key(_authorization(request), route)
 
     def _until_revoked(self, request: web.BaseRequest) -> AbstractContextManager[None]:
         """Return a context in which a request is cut off when the key of its person is revoked."""
@@ -348,6 +363,7 @@ class Proxy:
                 for tallies in (self.tallies, self.tallies_of_canary):
                     tallies.of(version).count(_path(request), exchange, seconds)
             if person and self._people:
+                request[IS_COUNTED] = True
                 self._people.count(person, _path(request), exchange, len(EMBEDDED.sub(b"", body)))
 
     async def _passed_on(
@@ -443,6 +459,10 @@ class Proxy:
         if backend not in self._connections:
             self._connections[backend] = EngineConnections(backend.address)
         return self._connections[backend]
+
+
+def _authorization(request: web.BaseRequest) -> bytes:
+    return request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
 
 
 def _path(request: web.BaseRequest) -> str:

@@ -37,8 +37,8 @@ def kill_before(path: str, number: int) -> None:
 def kill_halfway() -> None:
     real = objects.Objects.receive
 
-    def receive(self: objects.Objects, name: str, size_bytes: int, take: Any) -> None:
-        real(self, name, size_bytes // 2, take)
+    def receive(self: objects.Objects, name: str, size_bytes: int, take: Any, check: Any) -> None:
+        real(self, name, size_bytes // 2, take, check)
         os.kill(os.getpid(), signal.SIGKILL)
 
     objects.Objects.receive = receive

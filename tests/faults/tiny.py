@@ -101,11 +101,17 @@ def model_stage() -> dict[str, object]:
 
 
 def build(
-    store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object
+    store: Store,
+    mode: str,
+    *,
+    notes: Notes | None = None,
+    force: bool = False,
+    stop: threading.Event | None = None,
+    **execution: object,
 ) -> BuiltStage:
     """Plan and run one stage whose process is the stand-in `tiny_stage.py` in the given mode."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
-    return run_stage(planned, {}, store, notes or Notes(), launch=launch)
+    return run_stage(planned, {}, store, notes or Notes(), stop=stop, launch=launch)
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:

@@ -276,10 +276,10 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
         tiny.run_stage(planned, {}, first, tiny.Notes(), launch=tiny.launch)
     protected = shared_champions.SharedChampions(first).artifacts()
     assert protected == {old.version}
-    assert upkeep.find_unneeded(first.remote, protected, 0) == [], "all is younger than two days"
+    assert upkeep.find_unneeded(first.remote, protected, 0) == ([], ()), "all is younger than two days"
     monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
     blobs = {key: content for key, content in server.objects().items() if "/blobs/" in key}
-    unneeded = upkeep.find_unneeded(first.remote, protected, 0)
+    unneeded, _ = upkeep.find_unneeded(first.remote, protected, 0)
     monkeypatch.setenv("LIFECYCLE_HOME", str(first.root.parent))
     listed = CliRunner().invoke(cli, ["gc", "--shared", "--dry-run", "--older-than-days", "0", "--json"])
     shown = [one["path"] for one in json.loads(listed.stdout)["garbage"]]
@@ -295,6 +295,76 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
     answer = CliRunner().invoke(cli, ["verify", "--json"])
     assert json.loads(answer.stdout)["lacking"] == {f"{old.kind}/{old.version}": ["data/content"]}
     assert answer.exit_code == errors.StoreError.exit_code
+
+
+def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, server, monkeypatch):
+    first = home("first")
+    built, _ = build(first)
+    monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
+    monkeypatch.setenv("LIFECYCLE_HOME", str(first.root.parent))
+    server.put({"team/records/notes.txt": b"by hand", "team/blobs/" + "0" * 64: b"unneeded"})
+
+    def unreadable() -> tuple[list[str], list[str]]:
+        verified = CliRunner().invoke(cli, ["verify", "--json"])
+        assert (verified.exit_code, json.loads(verified.stdout)["lacking"]) == (errors.StoreError.exit_code, {})
+        collected = CliRunner().invoke(cli, ["gc", "--shared", "--older-than-days", "0", "--json"])
+        assert collected.exit_code == errors.StoreError.exit_code
+        return json.loads(verified.stdout)["unreadable"], json.loads(collected.stdout)["failures"]
+
+    stray = [f"{ADDRESS}/records/notes.txt is no record of an artifact; delete this object"]
+    damaged = f"team/records/{built.kind}/{'0' * 12}.json"
+    server.put({damaged: b"{"})
+    for found in unreadable():
+        assert found[1:] == stray
+        assert f"{'0' * 12}.json is no record that this version can read" in found[0]
+    assert "team/blobs/" + "0" * 64 in server.objects(), "the damaged record may name it"
+    server.delete(damaged)
+    assert unreadable() == (stray, stray)
+    assert "team/blobs/" + "0" * 64 not in server.objects()
+    assert f"DAMAGED  {stray[0]}\n" in CliRunner().invoke(cli, ["verify"]).stdout
+    assert bytes_of(build(home("second"))[0]) == bytes_of(built)
+
+
+def test_a_stop_ends_a_long_transfer_at_once_and_the_next_attempt_goes_on(home, server):
+    first, second = home("first"), home("second")
+
+    def stopped_after(store: Store, seconds: float) -> float:
+        stop, stopped_s = threading.Event(), []
+        timer = threading.Timer(seconds, lambda: (stopped_s.append(time.monotonic()), stop.set()))
+        timer.start()
+        with pytest.raises(errors.RefreshStoppedError, match="between the shared store and this machine"):
+            build(store, "of the first", stop=stop)
+        timer.join()
+        return time.monotonic() - stopped_s[0]
+
+    with server.slow("/blobs/", 60.0):
+        assert stopped_after(first, 3.0) < 5.0
+    assert not [key for key in server.objects() if "/records/" in key]
+    built, said = build(first, "not built again")
+    assert (built.state, said) == ("cached", [])
+    with server.slow("/blobs/", 60.0):
+        assert stopped_after(second, 1.0) < 5.0
+    assert not second.index().artifacts
+    assert bytes_of(build(second)[0]) == bytes_of(built)
+
+
+def test_a_forced_stage_forgets_old_scratch_although_its_first_attempt_never_began(home, server):
+    store = home("first")
+    planned = tiny.planned_stages(store, {"rows": tiny.stage("stumble")})["rows"]
+    with pytest.raises(errors.LifecycleError):
+        tiny.run_stage(planned, {}, store, tiny.Notes(), launch=tiny.launch)
+    forced = tiny.planned_stages(store, {"rows": tiny.stage("steps")}, force=("rows",))["rows"]
+    notes = tiny.Notes()
+    server.admit_nobody()
+    try:
+        with pytest.raises(errors.StoreError, match="the credentials"):
+            tiny.run_stage(forced, {}, store, notes, launch=tiny.launch)
+    finally:
+        server.admit_all()
+    assert notes.said == []
+    tiny.run_stage(forced, {}, store, notes, attempt=2, launch=tiny.launch)
+    assert not notes.attempts[0].resumed
+    assert notes.outcomes[0].result.metrics["first_step"] == 0
 
 
 def test_lineage_of_an_artifact_that_is_only_in_the_bucket_comes_from_its_record(home):

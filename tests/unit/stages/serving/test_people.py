@@ -13,6 +13,7 @@ import pytest
 from flows.cli.main import main
 from stages.core.errors import StoreError
 from stages.serving import people as peoples
+from stages.serving import proxy
 from stages.serving.backend import Backend
 from stages.serving.people import People, tokens_of
 from stages.serving.person_keys import add_key, keys_folder, read_keys, revoke_key
@@ -151,10 +152,37 @@ def test_the_audit_log_names_who_asked_what_model_and_no_text(tmp_path):
     assert {name: lines[0][name] for name in expected} == expected
     assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == (PROMPT_TOKENS, 2)
     assert datetime.fromisoformat(lines[0]["time"]).tzinfo
-    assert [line["status"] for line in lines] == [200, 429, 429]
+    assert [line["status"] for line in lines] == [200, 429, 403, 429]
     text = "".join(file.read_text() for file in tmp_path.glob("*-*"))
     assert "private" not in text and key.rpartition(".")[2] not in text
     assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("audit-*")} == {0o600}
+
+
+def test_every_refused_request_leaves_a_line_and_a_flood_of_wrong_keys_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(proxy, "MAX_BODY_BYTES", 1000)
+    key, revoked = add_key(tmp_path, "anna"), add_key(tmp_path, "bob")
+    revoke_key(tmp_path, "bob")
+    secret = key.rpartition(".")[2]
+    with proxies(tmp_path) as (client,):
+        authorized = {"Authorization": f"Bearer {key}"}
+        assert client.get("/metrics", headers=authorized).status_code == 403
+        assert client.get(f"/v1/{secret}", headers=authorized).status_code == 404
+        assert client.get(CHAT, headers=authorized).status_code == 405
+        assert client.post(CHAT, content=b"[]", headers=authorized).status_code == 400
+        assert client.post(CHAT, content=bytes(2000), headers=authorized).status_code == 413
+        wrong = [revoked, f"anna.{secret}x", f"private.{secret}", secret]
+        assert {ask(client, one).status_code for one in wrong for _ in range(50)} == {401}
+        assert ask(client, OWN).status_code == 200
+    lines = audited(tmp_path)
+    assert all(line["prompt_tokens"] == line["completion_tokens"] == 0 for line in lines)
+    of_anna = [(line["route"], line["status"]) for line in lines if line["who"] == "anna" and line["status"] != 401]
+    assert of_anna == [("/metrics", 403), (None, 404), (CHAT, 405), (CHAT, 400), (CHAT, 413)]
+    refused = [line for line in lines if line["status"] == 401]
+    numbers = {who: sum(line["requests"] for line in refused if line["who"] == who) for who in ("anna", "bob", None)}
+    assert numbers == {"anna": 50, "bob": 50, None: 100}
+    assert len(refused) < 100
+    text = "".join(file.read_text() for file in tmp_path.glob("audit-*"))
+    assert secret not in text and revoked.rpartition(".")[2] not in text and "private" not in text
 
 
 def test_quotas_renew_at_midnight(tmp_path, monkeypatch):
