@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -165,6 +165,12 @@ skypilot: .venv-skypilot/.ready
 	@$(PYTHON) -m venv .venv-skypilot
 	@$(INSTALL) --python .venv-skypilot/bin/python --requirement $<
 	@touch $@
+
+# Only for the nightly part `object storage`: Azure's storage on this machine, which needs Node.js.
+azurite: build/azurite/node_modules/.bin/azurite-blob
+
+build/azurite/node_modules/.bin/azurite-blob:
+	@npm install --silent --no-fund --no-audit --ignore-scripts --prefix build/azurite azurite@3.35.0
 
 # Only for the nightly part `images`, which runs as root on Debian.
 buildah:

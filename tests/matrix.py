@@ -63,7 +63,7 @@ CAPABILITIES = (
     Capability(
         "a store on object storage, shared by homes",
         ("tests/unit/flows/store/test_shared.py", "tests/faults/test_shared_store.py"),
-        not_run="gs and az; S3 itself: tests use a server of its API",
+        not_run="gs; S3 and Azure themselves: tests use moto and Azurite",
     ),
     Capability(
         "FSDP2: sharding, replicas, offload, recompute",

@@ -35,12 +35,76 @@ class Throttle:
         return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
 
 
-class S3Server:
+class ObjectServer:
+    """Object storage for tests behind a WSGI server of this process, which may throttle, delay or refuse requests."""
+
+    scheme: str
+
+    def __init__(self, wsgi: Any) -> None:
+        self.wsgi = wsgi
+
+    def objects(self) -> dict[str, bytes]:
+        """Return the contents of all objects, by key."""
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        for key in self.objects():
+            self.delete(key)
+
+    @contextmanager
+    def throttled(self, requests: int) -> Iterator["Throttle"]:
+        """Answer that many requests with `503 SlowDown`."""
+        throttle = Throttle(self.wsgi.app, requests)
+        with self._answering(throttle):
+            yield throttle
+
+    @contextmanager
+    def slow(self, part: str, seconds: float) -> Iterator[None]:
+        """Answer requests whose path has this part only after so many seconds, or at the end of the context."""
+        app, is_over = self.wsgi.app, threading.Event()
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            if part in environ["PATH_INFO"]:
+                is_over.wait(seconds)
+            return app(environ, start_response)
+
+        with self._answering(answer):
+            try:
+                yield
+            finally:
+                is_over.set()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Refuse all requests, as those of someone without rights."""
+
+        def refuse(_: Any, start_response: Any) -> Any:
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
+
+        with self._answering(refuse):
+            yield
+
+    @contextmanager
+    def _answering(self, app: Any) -> Iterator[None]:
+        before, self.wsgi.app = self.wsgi.app, app
+        try:
+            yield
+        finally:
+            self.wsgi.app = before
+
+
+class S3Server(ObjectServer):
     """Client of the tests' S3 server, in which a bucket has been created."""
 
-    def __init__(self, url: str) -> None:
+    scheme = "s3"
+
+    def __init__(self, url: str, wsgi: Any) -> None:
+        super().__init__(wsgi)
         self.url = url
-        self.wsgi: Any = None
         self._client: Any = boto3.client("s3", endpoint_url=url, region_name=ENVIRONMENT["AWS_REGION"])
         self._post("/moto-api/reset")
         self._client.create_bucket(Bucket=BUCKET)
@@ -56,37 +120,6 @@ class S3Server:
 
     def delete(self, key: str) -> None:
         self._client.delete_object(Bucket=BUCKET, Key=key)
-
-    def empty(self) -> None:
-        for key in self.objects():
-            self.delete(key)
-
-    @contextmanager
-    def throttled(self, requests: int) -> Iterator["Throttle"]:
-        """Answer that many requests with `503 SlowDown`."""
-        throttle = Throttle(self.wsgi.app, requests)
-        self.wsgi.app = throttle
-        try:
-            yield throttle
-        finally:
-            self.wsgi.app = throttle.app
-
-    @contextmanager
-    def slow(self, part: str, seconds: float) -> Iterator[None]:
-        """Answer requests whose path has this part only after so many seconds, or at the end of the context."""
-        app, is_over = self.wsgi.app, threading.Event()
-
-        def answer(environ: Any, start_response: Any) -> Any:
-            if part in environ["PATH_INFO"]:
-                is_over.wait(seconds)
-            return app(environ, start_response)
-
-        self.wsgi.app = answer
-        try:
-            yield
-        finally:
-            is_over.set()
-            self.wsgi.app = app
 
     def admit_nobody(self) -> None:
         """Make the S3 server refuse all further requests: turn on authentication, with no key registered."""
@@ -107,8 +140,7 @@ def running_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     moto.start()
     host, port = moto.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    server = S3Server(f"http://{host}:{port}")
-    server.wsgi = moto._server
+    server = S3Server(f"http://{host}:{port}", moto._server)
     try:
         yield server
     finally:

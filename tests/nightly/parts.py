@@ -96,6 +96,12 @@ PARTS = (
         makes="skypilot",
     ),
     Part(
+        "object storage",
+        "homes share a store in Azure's storage as they do in S3",
+        ("unit/flows/store",),
+        makes="azurite",
+    ),
+    Part(
         "images",
         "the images are built, and run a refresh and the servers of a team",
         ("images",),

@@ -1,6 +1,7 @@
 """Homes with disks of their own and one bucket: each artifact is built once, received whole or not at all."""
 
 import json
+import random
 import threading
 import time
 from datetime import timedelta
@@ -19,26 +20,34 @@ from flows.store.collect import verify
 from flows.store.shared import with_shared
 from flows.store.store import Store
 from stages.core import errors
+from tests.azurite_server import KEY, running_azurite
 from tests.faults import tiny
 from tests.s3_server import BUCKET, running_s3
 
-ADDRESS = f"s3://{BUCKET}/team"
 
-
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as environment, running_s3(environment) as server:
-        yield server
+@pytest.fixture(scope="module", params=["s3", pytest.param("az", marks=pytest.mark.nightly)])
+def server(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as environment:
+        running = running_s3(environment)
+        if request.param == "az":
+            running = running_azurite(environment, tmp_path_factory.mktemp("azurite"))
+        with running as server:
+            yield server
 
 
 @pytest.fixture
-def home(server, tmp_path):
+def address(server):
+    return f"{server.scheme}://{BUCKET}/team"
+
+
+@pytest.fixture
+def home(server, address, tmp_path):
     """Provide a function that makes a home, by its name, with a disk of its own and one bucket in common."""
     server.empty()
 
     def make(name: str) -> Store:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "store.yaml").write_text(f"store: {ADDRESS}\n")
+        (tmp_path / name / "store.yaml").write_text(f"store: {address}\n")
         return Store(tmp_path / name / "store")
 
     return make
@@ -54,13 +63,13 @@ def bytes_of(built: tiny.BuiltStage) -> dict[str, bytes]:
     return {name: (built.artifact / name).read_bytes() for name in built.record.files}
 
 
-def test_what_one_home_has_built_is_planned_and_found_cached_in_another(home):
+def test_what_one_home_has_built_is_planned_and_found_cached_in_another(home, address):
     first, second = home("first"), home("second")
     built, _ = build(first, "of the first")
     planned = tiny.planned_stages(second, {"rows": tiny.stage("ok")})["rows"]
     assert planned.action == "run", "the local store alone has nothing"
     shared = with_shared(second, second.index()).find(built.kind, built.version)
-    assert (shared.record, shared.elsewhere) == (built.record, ADDRESS)
+    assert (shared.record, shared.elsewhere) == (built.record, address)
     received, said = build(second, "of the second")
     assert (received.state, said) == ("cached", [])
     assert bytes_of(received) == bytes_of(built)
@@ -69,10 +78,10 @@ def test_what_one_home_has_built_is_planned_and_found_cached_in_another(home):
     assert build(second)[0].state == build(first)[0].state == "cached"
 
 
-def test_what_was_built_before_the_setting_is_shared_once_it_is_found_cached(home, tmp_path):
+def test_what_was_built_before_the_setting_is_shared_once_it_is_found_cached(home, address, tmp_path):
     alone = Store(tmp_path / "alone" / "store")
     built, _ = build(alone, "of before")
-    (tmp_path / "alone" / "store.yaml").write_text(f"store: {ADDRESS}\n")
+    (tmp_path / "alone" / "store.yaml").write_text(f"store: {address}\n")
     assert build(Store(alone.root))[0].state == "cached"
     received, _ = build(home("second"))
     assert bytes_of(received) == bytes_of(built)
@@ -106,9 +115,9 @@ def test_a_forced_build_that_could_not_be_sent_is_sent_by_the_next_attempt(home,
     assert (build(first)[0].artifact / "data" / "content").read_text() == "new"
 
 
-def test_a_missing_bucket_is_said(home, tmp_path):
+def test_a_missing_bucket_is_said(home, address):
     store = home("first")
-    (store.root.parent / "store.yaml").write_text("store: s3://no-such-bucket/team\n")
+    (store.root.parent / "store.yaml").write_text(f"store: {address.replace(BUCKET, 'no-such-bucket')}\n")
     with pytest.raises(errors.StoreError, match="there is no such bucket"):
         build(Store(store.root))
 
@@ -264,7 +273,18 @@ def test_a_lost_answer_to_a_write_is_no_lost_write(home):
     assert store.replace("absent", b"3", held) is None
 
 
-def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home, server, monkeypatch):
+def test_a_content_of_several_parts_arrives_whole(home, server, tmp_path):
+    store = home("first").remote.objects
+    content = random.Random(3).randbytes(2 * objects.CHUNK_BYTES + 12_345)
+    (tmp_path / "large").write_bytes(content)
+    store.send("blobs/large", tmp_path / "large", objects.go_on)
+    assert server.objects()["team/blobs/large"] == content
+    received = bytearray()
+    store.receive("blobs/large", len(content), received.extend, objects.go_on)
+    assert received == content
+
+
+def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home, address, server, monkeypatch):
     first = home("first")
     old, _ = build(first, "old")
     shared_champions.SharedChampions(first).crown(
@@ -284,7 +304,7 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
     listed = CliRunner().invoke(cli, ["gc", "--shared", "--dry-run", "--older-than-days", "0", "--json"])
     shown = [one["path"] for one in json.loads(listed.stdout)["garbage"]]
     assert {one.listed.name for one in unneeded} <= set(shown)
-    assert [one.reason for one in unneeded].count(f"superseded in {ADDRESS}") == 1
+    assert [one.reason for one in unneeded].count(f"superseded in {address}") == 1
     assert not upkeep.delete(first.remote, unneeded).failures
     gone = {content for key, content in blobs.items() if key not in server.objects()}
     assert b"superseded" in gone
@@ -297,7 +317,7 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
     assert answer.exit_code == errors.StoreError.exit_code
 
 
-def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, server, monkeypatch):
+def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, address, server, monkeypatch):
     first = home("first")
     built, _ = build(first)
     monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
@@ -311,7 +331,7 @@ def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, server, monkey
         assert collected.exit_code == errors.StoreError.exit_code
         return json.loads(verified.stdout)["unreadable"], json.loads(collected.stdout)["failures"]
 
-    stray = [f"{ADDRESS}/records/notes.txt is no record of an artifact; delete this object"]
+    stray = [f"{address}/records/notes.txt is no record of an artifact; delete this object"]
     damaged = f"team/records/{built.kind}/{'0' * 12}.json"
     server.put({damaged: b"{"})
     for found in unreadable():
@@ -355,12 +375,8 @@ def test_a_forced_stage_forgets_old_scratch_although_its_first_attempt_never_beg
         tiny.run_stage(planned, {}, store, tiny.Notes(), launch=tiny.launch)
     forced = tiny.planned_stages(store, {"rows": tiny.stage("steps")}, force=("rows",))["rows"]
     notes = tiny.Notes()
-    server.admit_nobody()
-    try:
-        with pytest.raises(errors.StoreError, match="the credentials"):
-            tiny.run_stage(forced, {}, store, notes, launch=tiny.launch)
-    finally:
-        server.admit_all()
+    with server.closed(), pytest.raises(errors.StoreError, match="the credentials"):
+        tiny.run_stage(forced, {}, store, notes, launch=tiny.launch)
     assert notes.said == []
     tiny.run_stage(forced, {}, store, notes, attempt=2, launch=tiny.launch)
     assert not notes.attempts[0].resumed
@@ -379,13 +395,10 @@ def test_lineage_of_an_artifact_that_is_only_in_the_bucket_comes_from_its_record
 
 def test_refusals_of_the_storage_are_one_sentence_without_credentials(home, server, monkeypatch):
     first = home("first")
-    server.admit_nobody()
-    try:
-        with pytest.raises(errors.StoreError, match="the credentials of the environment may not do this") as caught:
-            build(first)
-    finally:
-        server.admit_all()
-    assert "-of-the-test" not in str(caught.value)
+    refusal = pytest.raises(errors.StoreError, match="the credentials of the environment may not do this")
+    with server.closed(), refusal as caught:
+        build(first)
+    assert "-of-the-test" not in str(caught.value) and KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
