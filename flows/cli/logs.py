@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flows.cli.show import find_artifact, find_refresh
-from flows.ledger.home import store_root
+from flows.ledger.home import ledger_root, store_root
 from flows.ledger.refreshes import Ledger, ledgers
 from flows.store.content import LOG_FILE
+from flows.store.ledgers import shared_ledger, shared_log
 from flows.store.store import Store
 from stages.core.errors import StoreError
 
@@ -72,18 +73,32 @@ def find_log(name: str, refresh: str | None) -> StageLog:
 
     refresh: beginning of the id of the refresh whose attempts count. Raises `StoreError` when there is no log.
     """
-    for ledger in _ledgers(refresh):
+    store = Store(store_root())
+    for ledger in _ledgers(store, refresh):
         if attempts := ledger.read().attempts_at(name):
+            if ledger.folder.parent != ledger_root():
+                return StageLog(_of_another_home(store, ledger.folder.name, attempts[-1].name))
             return StageLog(attempts[-1].folder, ledger, attempts[-1].name)
     if refresh:
         raise StoreError(f"looking for the log of {name}: refresh {refresh} has not tried to build it")
-    return StageLog(find_artifact(Store(store_root()).index(), name).folder)
+    artifact = find_artifact(store.index(), name)
+    if artifact.record.attempt and store.remote and not (artifact.folder / LOG_FILE).exists():
+        return StageLog(_of_another_home(store, *artifact.record.attempt.split("/")))
+    return StageLog(artifact.folder)
 
 
-def _ledgers(refresh: str | None) -> Iterator[Ledger]:
+def _of_another_home(store: Store, refresh: str, attempt: str) -> Path:
+    """Return a folder with the log that another home has shared. Raises StoreError if it has shared none."""
+    folder = shared_log(store, refresh, attempt)
+    if folder is None:
+        raise StoreError(f"looking for the log of {refresh}/{attempt}: its home has put none into the shared store")
+    return folder
+
+
+def _ledgers(store: Store, refresh: str | None) -> Iterator[Ledger]:
     if refresh is None:
         yield from ledgers()
-    elif ledger := find_refresh(refresh):
+    elif ledger := find_refresh(refresh) or shared_ledger(store, refresh):
         yield ledger
     else:
         raise StoreError(f"looking for refresh {refresh}: there is none of this id; `lifecycle show` lists them")

@@ -36,9 +36,11 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
     """Show a refresh by its id, or an artifact by stage or version; without a name, list all."""
     from flows.cli import show as shown
     from flows.ledger.home import store_root
+    from flows.store.ledgers import shared_ledger
     from flows.store.store import Store
 
-    index = Store(store_root()).index()
+    store = Store(store_root())
+    index = store.index()
     if samples:
         if name is None:
             raise click.UsageError("--samples needs the name of an evaluation, by stage or version")
@@ -46,7 +48,7 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
         print_json({"samples": list(found)}) if as_json else click.echo(shown.samples_as_text(found))
     elif name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
-    elif ledger := shown.find_refresh(name):
+    elif ledger := shown.find_refresh(name) or shared_ledger(store, name):
         record = shown.read_now(ledger)
         print_json(shown.refresh_as_json(record)) if as_json else click.echo(shown.refresh_as_text(record))
     else:

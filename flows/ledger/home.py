@@ -90,9 +90,12 @@ def ledger_root() -> Path:
 def in_this_home(folder: Path) -> Path:
     """Return where a folder of a stage's files, as an event log names it, is now: a home may have been moved or copied.
 
-    Event logs name folders by absolute paths, also of a home's former place. A folder that is not in this home, or no
+    Event logs name folders by absolute paths, also of a home's former place; those from a shared store by paths
+    relative to the home. A folder that is not in this home, or no
     longer there, is returned as it is.
     """
+    if not folder.is_absolute():
+        return home() / folder
     if folder.is_relative_to(home()) or not (match := OF_STAGES.fullmatch(str(folder))):
         return folder
     here = home() / match[1]

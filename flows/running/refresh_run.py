@@ -6,7 +6,7 @@ The Prefect flow decides the order and calls `build` for each stage, in threads.
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from flows.running.runner import BuiltStage, Launcher, LiveServer, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
 from flows.running.validation import input_findings
+from flows.store.ledgers import copy_ledger
 from flows.tracking.shipper import Tracker
 from stages.core.approval import AWAITED, REFUSED
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
@@ -167,8 +168,10 @@ class RefreshRun:
             held.release()
             seconds = time.monotonic() - (observer.waited_until_s or started_s)
             self._note_failure(name, error, seconds, retried=is_retried(error))
+            self._share_ledger(name)
             raise
         self._note_built(built)
+        self._share_ledger(name)
         if built.server:
             # The slots stay held until the server is stopped.
             self.servers.keep(name, built.server, held)
@@ -241,6 +244,12 @@ class RefreshRun:
             self.ledger.append(event)
             self.record = after(self.record, event)
 
+    def _share_ledger(self, stage: str | None = None) -> None:
+        """Copy the ledger, and the log of a stage's latest attempt, to the shared store, for other homes to read."""
+        attempts = self.record.attempts_at(stage) if stage else []
+        with suppress(LifecycleError):  # the ledger here is whole, and is copied again at the next end
+            copy_ledger(self.store, self.ledger, attempts[-1] if attempts else None)
+
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
         """Record in the ledger which Prefect flow run runs this refresh, and how often Prefect has started it."""
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
@@ -253,6 +262,7 @@ class RefreshRun:
                 if attempt.ended is None:  # its end could not be recorded: the disk was full
                     self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
             self.append(self._concluded(self._end()))
+            self._share_ledger()
             if self.comparison:
                 # A comparison is not shipped while it runs, since the shipper would disturb the measurements.
                 self.tracker.close()

@@ -117,6 +117,13 @@ class Objects:
         """Create an object if `held` is None, else replace it."""
         return self.create(name, content) if held is None else self.replace(name, content, held)
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, whatever is there."""
+        import obstore
+
+        with self._explained(f"writing {name}"):
+            obstore.put(self._store, name, content)
+
     def send(self, name: str, file: Path, check: Callable[[], None]) -> None:
         """Write a file as an object, whatever is there: its name says its content.
 

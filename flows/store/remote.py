@@ -4,6 +4,7 @@
     records/<kind>/<version>.json   an artifact; written last, and only if no other home wrote it meanwhile
     leases/<kind>-<version>         who builds it now (`flows/store/lease.py`)
     champions/<name>.json           the champion of a registered model
+    ledgers/<refresh>/              how artifacts were made (`flows/store/ledgers.py`)
 
 <home>/store.yaml:
 
@@ -37,6 +38,7 @@ SETTING_FILE = "store.yaml"
 NUM_CONNECTIONS = 8
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SHARED_LEDGERS = "ledgers"
 RECORD_NAME = re.compile(rf"records/({NAME.pattern})/({NAME.pattern})\.json")
 FRESH = timedelta(days=1)
 """Age up to which a blob that is there is not sent again; garbage collection takes none of less than twice this age."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.store.collect import SECONDS_PER_DAY, Collected, Garbage, needed
 from flows.store.objects import Listed
 from flows.store.record import Artifact, Index, Record
-from flows.store.remote import FRESH, RECORD_NAME, Remote, blob_name
+from flows.store.remote import FRESH, RECORD_NAME, SHARED_LEDGERS, Remote, blob_name
 from stages.core.errors import LifecycleError, StoreError
 
 
@@ -45,7 +45,8 @@ def find_unneeded(
     """Return the records of superseded artifacts, and contents that no other record names, as far as they are old.
 
     Kept are, of each stage of each recipe, the artifact that was sent last, those with versions in `protected`, all
-    that these were built from, and what was written in the last two days: a home may be about to name it in a record.
+    that these were built from, the ledgers of the refreshes that built them, and what was written in the last two
+    days: a home may be about to name it in a record.
     Beside them comes why objects below `records/` are none; while an artifact's record cannot be read, all contents are
     kept, since it may name them.
     """
@@ -68,14 +69,22 @@ def find_unneeded(
         if name not in gone
         for entry in artifact.record.files.values()
     }
+    attempts = (one.record.attempt for name, (one, _) in sent.items() if name not in gone)
+    refreshes = {attempt.partition("/")[0] for attempt in attempts if attempt}
     are_known = not any(RECORD_NAME.fullmatch(name) for name in unread)
     blobs = [one for one in remote.objects.below("blobs") if one.name not in named] if are_known else []
+    ledgers = (one for one in remote.objects.below(SHARED_LEDGERS) if one.name.split("/")[1] not in refreshes)
     unneeded = [
         # Records first: one whose contents are gone would be worse than contents without a record.
         *(Unneeded(one, f"superseded in {remote.address}") for one in superseded),
         *(
             Unneeded(one, f"named by no record of {remote.address}")
             for one in blobs
+            if one.written.timestamp() < before_s
+        ),
+        *(
+            Unneeded(one, f"no artifact of {remote.address} comes from this refresh")
+            for one in (ledgers if are_known else ())
             if one.written.timestamp() < before_s
         ),
     ]

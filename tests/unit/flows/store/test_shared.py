@@ -1,6 +1,7 @@
 """Homes with disks of their own and one bucket: each artifact is built once, received whole or not at all."""
 
 import json
+import logging
 import random
 import threading
 import time
@@ -13,10 +14,14 @@ from click.testing import CliRunner
 from flows.champion import shared_champions
 from flows.champion.registrations import Registration
 from flows.cli.main import cli
+from flows.planning.plan import Plan
 from flows.report.lineage import node_of
+from flows.running.refresh_run import RefreshRun
+from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.store import lease as leases
 from flows.store import objects, upkeep
 from flows.store.collect import verify
+from flows.store.ledgers import copy_ledger
 from flows.store.shared import with_shared
 from flows.store.store import Store
 from stages.core import errors
@@ -391,6 +396,48 @@ def test_lineage_of_an_artifact_that_is_only_in_the_bucket_comes_from_its_record
     assert (tree.digest, tree.recipe) == (built.record.digest, "tiny")
     assert {one.name: one.num_rows for one in tree.files} == {"content": None, "train.jsonl": None}
     assert not second.index().artifacts
+
+
+def test_another_home_reads_how_a_shared_artifact_was_made(home, server, monkeypatch):
+    first, second = home("first"), home("second")
+    tree = {"rows": tiny.stage("steps", environment={"TINY_STEP_SECONDS": "0", "TINY_CONTENT": "of the first"})}
+    monkeypatch.setenv("LIFECYCLE_MLFLOW", "off")
+
+    def refresh(store: Store) -> RefreshRun:
+        monkeypatch.setenv("LIFECYCLE_HOME", str(store.root.parent))
+        plan = Plan("tiny", tiny.planned_stages(store, tree))
+        run = RefreshRun(PlannedRefresh(RefreshRequest("tiny.yaml"), plan, store), launch=tiny.launch)
+        run.build("rows", 1, logging.getLogger())
+        assert run.finish().state == "completed"
+        return run
+
+    def answer(*command: str) -> str:
+        answered = CliRunner().invoke(cli, command)
+        assert answered.exit_code == 0, answered.output
+        return answered.stdout
+
+    made = refresh(first)
+    name, of_rows = made.ledger.folder.name, made.built["rows"]
+    assert of_rows.record.attempt == f"{name}/rows-1"
+    with (of_rows.artifact / "log.txt").open("a") as log:
+        log.write("said by its processes\n")
+    copy_ledger(first, made.ledger, made.record.attempts["rows-1"])
+    here = [answer("show", name, "--json"), answer("logs", "rows")]
+    (written,) = [content for key, content in server.objects().items() if key.endswith("ledger.jsonl")]
+    assert str(first.root.parent).encode() not in written
+    assert b'"folder":"store/download/rows-' in written
+    assert refresh(second).built["rows"].state == "cached"
+    there = [answer("show", name, "--json"), answer("logs", "rows", "--refresh", name)]
+    moved = [text.replace(str(first.root.parent), str(second.root.parent)) for text in here]
+    assert [json.loads(there[0]), there[1]] == [json.loads(moved[0]), moved[1]]
+    assert answer("logs", of_rows.version) == here[1] == "said by its processes\n"
+    assert name in answer("lineage", "rows", "--json")
+
+    monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
+    copied = {f"ledgers/{name}/{file}" for file in ("ledger.jsonl", "rows-1.txt")}
+    assert not copied & {one.listed.name for one in upkeep.find_unneeded(second.remote, (), 0)[0]}
+    server.delete(next(key for key in server.objects() if "/records/" in key))
+    assert copied <= {one.listed.name for one in upkeep.find_unneeded(second.remote, (), 0)[0]}
 
 
 def test_refusals_of_the_storage_are_one_sentence_without_credentials(home, server, monkeypatch):
