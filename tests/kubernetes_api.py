@@ -25,7 +25,10 @@ Tree = dict[str, Any]
 
 
 class Cluster:
-    """State of the stand-in for Kubernetes: its API objects, and the local process that runs each pod."""
+    """State of the stand-in for Kubernetes: its API objects, and the local process that runs each pod.
+
+    own_disk: folder that is empty for every pod, in place of what this machine has there, and goes with the pod.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Tree] = {}
@@ -33,6 +36,7 @@ class Cluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.conditions: dict[str, list[Tree]] = {}
         self.schedulable = True
+        self.own_disk: Path | None = None
         self.queued: str | None = None
         self.lock = threading.Lock()
 
@@ -88,7 +92,12 @@ class Cluster:
             plain |= {"MASTER_ADDR": "127.0.0.1"} if "MASTER_ADDR" in plain else {}
             environment = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), **plain}
             environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+            by_reference = [variable["name"] for variable in container["env"] if "valueFrom" in variable]
+            environment |= {name: os.environ[name] for name in by_reference}
             command = [sys.executable, *container["command"][1:]]
+            if self.own_disk:
+                hidden = f'mount -t tmpfs tmpfs {self.own_disk} && exec "$@"'
+                command = ["unshare", "--map-root-user", "--mount", "sh", "-c", hidden, "sh", *command]
             self.processes[f"{manifest['metadata']['name']}-{index}"] = subprocess.Popen(command, env=environment)
 
     def _status(self, manifest: Tree) -> Tree:

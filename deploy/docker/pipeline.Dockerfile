@@ -36,11 +36,13 @@ ARG TORCH_BACKEND=cpu
 ARG UV_FIND_LINKS=
 WORKDIR /build
 COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/fp8.in deploy/requirements/
+COPY deploy/requirements/shared-store.in deploy/requirements/shared-store.txt deploy/requirements/
 COPY deploy/torchvision-without-cuda deploy/torchvision-without-cuda
 RUN if [ -z "${UV_FIND_LINKS}" ]; then export UV_TORCH_BACKEND=${TORCH_BACKEND}; fi && \
     uv venv /opt/pipeline && \
     uv pip install --no-cache --compile-bytecode --python /opt/pipeline/bin/python \
-        --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in && \
+        --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in \
+        --constraints deploy/requirements/shared-store.txt --requirement deploy/requirements/shared-store.in && \
     if [ "${TORCH_BACKEND}" != cpu ]; then \
         uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
             --requirement deploy/requirements/fp8.in; \

@@ -11,12 +11,14 @@ import itertools
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from flows.launch.cluster import CLUSTERS
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Jobs, Waiting
 from flows.launch.failures import leave_error
+from flows.launch.through_bucket import JobMirror
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
 from stages.core.metric_series import metrics_size
 
@@ -30,10 +32,11 @@ COMPLETING_PATIENCE_TICKS = 60
 class Agent:
     """Follower of one stage's cluster jobs, which submits another job after an interruption."""
 
-    def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs) -> None:
+    def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs, mirror: JobMirror | None) -> None:
         self.folder = folder
         self.order = order
         self.jobs = jobs
+        self.mirror = mirror
         self._last_message = ""
         self._num_fruitless = 0
 
@@ -42,8 +45,12 @@ class Agent:
         while True:
             # Steps that are repeated after a checkpoint are not logged again, so the file grows only with progress.
             before = metrics_size(self.order.work)
+            if self.mirror:
+                self.mirror.send()
             job_id = self.jobs.submit()
             ended = self._follow(job_id)
+            if self.mirror:
+                self.mirror.fetch()
             if isinstance(ended, Finished):
                 return ended.exit_code
             if isinstance(ended, Failed):
@@ -55,7 +62,7 @@ class Agent:
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:
-                self.folder.beat()
+                self._beat()
             end = self.folder.end(job_id)
             num_ticks_finished += bool(end and end.exit_code is not None)
             # Looking costs the cluster's controller, so until the processes have ended it is rare.
@@ -67,6 +74,16 @@ class Agent:
                 return Finished(end.exit_code)
             time.sleep(TICK_S)
         raise AssertionError("itertools.count has an end")
+
+    def _beat(self) -> None:
+        """Give the job a sign of life, and take what it has sent."""
+        self.folder.beat()
+        try:
+            if self.mirror:
+                self.mirror.beat()
+                self.mirror.fetch()
+        except TransientError as error:
+            self._say("warning", f"{error}; trying again")
 
     def _look(self, job_id: str) -> JobOutcome | None:
         """Return a job's outcome; None while it runs or waits, when it reports each new reason to wait."""
@@ -112,9 +129,11 @@ def main() -> int:
     # An exit by exception, so that `finally` cancels the job.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     jobs: Jobs | None = None
+    mirror: JobMirror | None = None
     try:
+        mirror = JobMirror(order) if order.through else None
         jobs = CLUSTERS[order.launcher].connect(folder, order)
-        return Agent(folder, order, jobs).run()
+        return Agent(folder, order, jobs, mirror).run()
     except LifecycleError as error:
         return leave_error(work, error)
     finally:
@@ -123,6 +142,9 @@ def main() -> int:
         folder.forget_environment()
         if jobs:
             _cancel(jobs, folder, order)
+        if mirror:
+            with suppress(LifecycleError):
+                mirror.close()
 
 
 def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:

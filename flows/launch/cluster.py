@@ -15,9 +15,11 @@ from flows.launch import kubernetes, local, slurm
 from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S, Cluster, JobFolder, JobOrder
 from flows.ledger.home import home
 from flows.store.content import LOG_FILE
+from flows.store.remote import SETTING_FILE, read_setting
 from stages.core.contract import StageConfig, StageInput
-from stages.core.errors import LifecycleError
+from stages.core.errors import LifecycleError, RecipeError
 from stages.core.launchers.registry import LauncherBlocks
+from stages.core.redaction import secrets_in
 from stages.core.supervised import SupervisedProcess
 
 CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
@@ -41,6 +43,11 @@ def start(
     name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
     environment = {**CLUSTERS[order.launcher].environment(), **local.EVERYWHERE, **config.execution.environment}
+    if order.through and secrets_in(environment):
+        raise RecipeError(
+            f"starting {name}: execution.environment holds a secret, which would lie in {order.through}; name it in "
+            f"execution.{order.launcher}.secrets instead"
+        )
     JobFolder.of(work).write(order, environment)
     (work / LOG_FILE).touch(mode=0o600)
     return ClusterProcess(work)
@@ -65,7 +72,18 @@ def order_of(
         processes=config.processes,
         interruptions_without_progress=execution.retries,
         heartbeat_patience_s=heartbeat_patience_s,
+        through=None if getattr(execution, execution.launcher).shares_home else _shared_store(name),
         **{field: getattr(execution, field) for field in LauncherBlocks.model_fields},
+    )
+
+
+def _shared_store(stage: str) -> str:
+    """Return the address of the store through which a job's files pass. Raises RecipeError for a home without one."""
+    if address := read_setting(home() / SETTING_FILE):
+        return address
+    raise RecipeError(
+        f"starting {stage}: its job shares no volume with this home (store_claim: null), so its files pass through a "
+        f"bucket; name one in {home() / SETTING_FILE}, or a volume in store_claim"
     )
 
 

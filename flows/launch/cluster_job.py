@@ -40,6 +40,7 @@ class JobOrder(LauncherBlocks):
 
     job: unique name in the cluster. home: folder of the store, which the nodes share. stage_command: arguments of
     Python. interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
+    through: address of the shared store through which the job's files pass; None where the nodes share the home.
     """
 
     job: str
@@ -52,6 +53,7 @@ class JobOrder(LauncherBlocks):
     threads: PositiveInt | None
     network_interface: str | None = None
     interruptions_without_progress: int
+    through: str | None = None
     heartbeat_patience_s: PositiveFloat = HEARTBEAT_PATIENCE_S
 
     @property

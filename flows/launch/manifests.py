@@ -137,11 +137,15 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
     asked = order.block(KubernetesOptions)
     # The root file system is read-only.
     plain = {"HOME": "/tmp", **environment}  # noqa: S108 (a volume)
+    program = ["flows.launch.node_task", str(JobFolder.of(order.work).path)]
+    if order.through:
+        plain["LIFECYCLE_HOME"] = str(order.home)
+        program = ["flows.launch.away_task", order.through, order.job]
     variables = [{"name": name, "value": value} for name, value in plain.items()]
     container = {
         "name": "stage",
         "image": asked.image,
-        "command": ["python", "-m", "flows.launch.node_task", str(JobFolder.of(order.work).path)],
+        "command": ["python", "-m", *program],
         "env": [*variables, *environment_by_reference(asked.secrets)],
         "resources": resources(asked, order.cores_per_node),
         "securityContext": CONTAINER_SECURITY,
@@ -172,10 +176,13 @@ def resources(asked: KubernetesOptions, cores: int) -> Manifest:
 
 
 def volumes(asked: KubernetesOptions) -> list[Manifest]:
-    """Return the volumes of a pod: the shared lifecycle home, and the other places that containers may write to."""
+    """Return the volumes of a pod: the lifecycle home, and the other places that containers may write to."""
     shared_memory = {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}
+    home: Manifest = (
+        {"persistentVolumeClaim": {"claimName": asked.store_claim}} if asked.shares_home else {"emptyDir": {}}
+    )
     return [
-        {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
+        {"name": "home", **home},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": shared_memory},
     ]

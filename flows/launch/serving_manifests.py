@@ -157,6 +157,10 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
     if not asked.image:
         title = chosen_engine(config.serving).title
         raise RecipeError(f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {title}")
+    if not asked.shares_home:
+        raise RecipeError(
+            f"stages.{name}.execution.kubernetes.store_claim: found null; servers read models from a volume: name one"
+        )
     if API_KEY_VARIABLE not in asked.secrets:
         example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
         raise RecipeError(

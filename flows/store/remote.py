@@ -5,6 +5,7 @@
     leases/<kind>-<version>         who builds it now (`flows/store/lease.py`)
     champions/<name>.json           the champion of a registered model
     ledgers/<refresh>/              how artifacts were made (`flows/store/ledgers.py`)
+    jobs/<job>/                     cluster jobs away from their home's disk (`flows/launch/through_bucket.py`)
 
 <home>/store.yaml:
 
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 
 from flows.recipe.text import parse_yaml, read_text
 from flows.recipe.version import version_of
-from flows.store.content import NOT_OF_THE_ARTIFACT, FileEntry, content_digest, hash_file
+from flows.store.content import NOT_OF_THE_ARTIFACT, FileEntry, Files, content_digest, hash_file
 from flows.store.objects import ADDRESS, Held, Listed, Objects, go_on
 from flows.store.record import Artifact, Record
 from stages.core.errors import DownloadError, RecipeError, StoreError, full_disk_named
@@ -38,7 +39,7 @@ SETTING_FILE = "store.yaml"
 NUM_CONNECTIONS = 8
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SHARED_LEDGERS = "ledgers"
+SHARED_LEDGERS, SHARED_JOBS = "ledgers", "jobs"
 RECORD_NAME = re.compile(rf"records/({NAME.pattern})/({NAME.pattern})\.json")
 FRESH = timedelta(days=1)
 """Age up to which a blob that is there is not sent again; garbage collection takes none of less than twice this age."""
@@ -106,28 +107,30 @@ class Remote:
         Raises StoreError for a file that is no longer as recorded.
         """
         record = artifact.record
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            for _ in pool.map(lambda name: self._send(artifact, name, check), record.files):
-                pass
+        self.send_files(record.files, artifact.folder, check)
         content = record.model_dump_json().encode()
         return bool(self.objects.swap(_record_name(record.kind, record.version), content, seen.held if seen else None))
 
-    def receive(self, record: Record, folder: Path, check: Callable[[], None] = go_on) -> None:
-        """Receive the files of an artifact into a folder, which may hold some of them from an earlier try.
+    def send_files(self, files: Files, folder: Path, check: Callable[[], None]) -> None:
+        """Send the contents of a folder's files. Raises StoreError for one that is no longer as listed."""
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            for _ in pool.map(lambda name: self._send(files[name], folder / name, check), files):
+                pass
+
+    def receive(self, files: Files, folder: Path, check: Callable[[], None] = go_on) -> None:
+        """Receive files into a folder, which may hold some of them from an earlier try.
 
         check: is called every 0.2 s, and may raise. Raises StoreError for a content that is missing or has another
         sha256 than recorded; it is not kept.
         """
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for _ in pool.map(
-                lambda name: self._receive(record.files[name], path_in(folder, name, self.address), check),
-                record.files,
+                lambda name: self._receive(files[name], path_in(folder, name, self.address), check), files
             ):
                 pass
 
-    def _send(self, artifact: Artifact, name: str, check: Callable[[], None]) -> None:
+    def _send(self, entry: FileEntry, file: Path, check: Callable[[], None]) -> None:
         check()
-        entry, file = artifact.record.files[name], artifact.folder / name
         if not entry.size:
             return  # nothing to hold
         blob = blob_name(entry.sha256)
@@ -137,11 +140,11 @@ class Remote:
         try:
             found = hash_file(file)
         except OSError as error:
-            raise StoreError(f"sending {artifact.folder} to {self.address}: {error.strerror} ({file})") from None
+            raise StoreError(f"sending {file} to {self.address}: {error.strerror}") from None
         if found != entry:
             raise StoreError(
-                f"sending {artifact.folder} to {self.address}: {name} is no longer as it was recorded; build it again "
-                f"with `--force {artifact.record.stage}`"
+                f"sending {file} to {self.address}: it is no longer as it was recorded; build its stage again with "
+                "`--force`"
             )
         self.objects.send(blob, file, check)
 

@@ -154,7 +154,7 @@ def receive(store: Store, remote: Remote, record: Record, check: Callable[[], No
             return local  # another process received it while this one waited
         work = store.make_folder(store.work_folder(record.kind, record.stage, key[:12]))
         with store.explained(f"receive {record.kind}/{record.version} from {remote.address}"):
-            remote.receive(record, work, check)
+            remote.receive(record.files, work, check)
             for name, path in files_in(work):
                 if name not in record.files:
                     path.unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.store.collect import SECONDS_PER_DAY, Collected, Garbage, needed
 from flows.store.objects import Listed
 from flows.store.record import Artifact, Index, Record
-from flows.store.remote import FRESH, RECORD_NAME, SHARED_LEDGERS, Remote, blob_name
+from flows.store.remote import FRESH, RECORD_NAME, SHA256, SHARED_JOBS, SHARED_LEDGERS, Remote, blob_name
 from stages.core.errors import LifecycleError, StoreError
 
 
@@ -71,6 +71,13 @@ def find_unneeded(
     }
     attempts = (one.record.attempt for name, (one, _) in sent.items() if name not in gone)
     refreshes = {attempt.partition("/")[0] for attempt in attempts if attempt}
+    jobs, newest_s = [*remote.objects.below(SHARED_JOBS)], dict[str, float]()
+    for one in jobs:
+        job = one.name.split("/")[1]
+        newest_s[job] = max(newest_s.get(job, 0.0), one.written.timestamp())
+        if one.name.endswith(".json") and (held := remote.objects.read(one.name)):
+            # Of a job that waits in its queue, or runs, for longer than contents without a record are kept.
+            named |= {blob_name(digest) for digest in SHA256.findall(held.content.decode("utf-8", "replace"))}
     are_known = not any(RECORD_NAME.fullmatch(name) for name in unread)
     blobs = [one for one in remote.objects.below("blobs") if one.name not in named] if are_known else []
     ledgers = (one for one in remote.objects.below(SHARED_LEDGERS) if one.name.split("/")[1] not in refreshes)
@@ -81,6 +88,11 @@ def find_unneeded(
             Unneeded(one, f"named by no record of {remote.address}")
             for one in blobs
             if one.written.timestamp() < before_s
+        ),
+        *(
+            Unneeded(one, "its cluster job has had no sign of life")
+            for one in jobs
+            if newest_s[one.name.split("/")[1]] < before_s
         ),
         *(
             Unneeded(one, f"no artifact of {remote.address} comes from this refresh")

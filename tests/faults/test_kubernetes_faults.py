@@ -1,18 +1,31 @@
 """Stages in Kubernetes Jobs, of a stand-in for its API, survive evicted pods; deleted or refused Jobs are reported."""
 
+import json
 import threading
 
 import pytest
 import tiny
 from slurm_stage import launch
 
+from flows.ledger.home import home
 from flows.running.runner import BuiltStage, run_stage
+from flows.store.collect import verify
+from flows.store.shared import obtain
 from flows.store.store import Store
 from stages.core.errors import DataError, RecipeError, ResourceError, StageCrashError
 from tests.cluster_stages import messages
 from tests.kubernetes_api import Cluster, running_api
+from tests.s3_server import BUCKET, running_s3
 
 SLOW = {"TINY_STEP_SECONDS": "0.5"}
+TRAINING = {
+    "kind": "train",
+    "method": "sft",
+    "model": "base",
+    "data": {"dataset": "rows"},
+    "global_batch_size": 2,
+    "learning_rate": 1e-3,
+}
 
 
 @pytest.fixture
@@ -105,6 +118,90 @@ def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluste
     assert "was ended by the loss of a pod (PreemptionByScheduler); submitting it again" in messages(
         outcome[0].artifact
     )
+
+
+AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
+
+
+@pytest.fixture
+def bucket(tmp_path, cluster, monkeypatch):
+    """Give the home a shared store, and pods an empty disk in place of the home's."""
+    with running_s3(monkeypatch) as server:
+        home = tmp_path / "home"
+        home.mkdir()
+        (home / "store.yaml").write_text(f"store: s3://{BUCKET}/team\n")
+        monkeypatch.setenv("LIFECYCLE_HOME", str(home))
+        cluster.own_disk = home
+        yield server
+        assert not [key for key in server.objects() if "/jobs/" in key]
+
+
+def build_away(mode: str, notes: tiny.Notes | None = None) -> BuiltStage:
+    """Build the stand-in's dataset, then a stage upon it whose job does not see this home's disk."""
+    store = Store(home() / "store")
+    secrets = {name: f"bucket/{name}" for name in AWS}
+    away = {"image": "pipeline:1", "namespace": "ml", "store_claim": None, "secrets": secrets}
+    execution = {"launcher": "kubernetes", "environment": {**SLOW, "TINY": mode}, "kubernetes": away, "threads": 1}
+    tree = {"base": tiny.model_stage(), "rows": tiny.stage("ok"), "sft": {**TRAINING, "execution": execution}}
+    planned, built = tiny.planned_stages(store, tree), {}
+    for name in ("base", "rows"):
+        built[name] = run_stage(planned[name], built, store, tiny.Notes(), launch=tiny.launch)
+    return run_stage(planned["sft"], built, store, notes or tiny.Notes(), launch=launch)
+
+
+def test_a_job_without_the_homes_disk_gets_its_files_from_the_bucket_and_leaves_them_there(bucket):
+    notes = tiny.Notes()
+    built = build_away("inputs", notes)
+    seen = json.loads((built.artifact / "data" / "seen").read_text())
+    assert seen.pop("home") == ["store", "store.yaml"], "and nothing of what this machine has there"
+    assert seen == {"base": ["content", "train.jsonl"], "rows": ["content", "train.jsonl"]}
+    assert set(built.record.files) >= {"data/content", "metrics.jsonl", "events.jsonl", "result.json"}
+    assert "on another disk" in messages(built.artifact)
+    assert "on another disk" in (built.artifact / "log.txt").read_text()
+    assert all(one.whole for one in verify(Store(home() / "store")))
+    other = Store(home().parent / "other" / "store")
+    other.root.parent.mkdir()
+    (other.root.parent / "store.yaml").write_bytes((home() / "store.yaml").read_bytes())
+    assert obtain(other, built.kind, built.version).record == built.record
+
+
+@pytest.mark.nightly
+def test_the_error_of_a_job_without_the_homes_disk_arrives_and_so_does_its_log(bucket):
+    with pytest.raises(DataError, match="row 3 has no messages"):
+        build_away("known_error")
+
+
+@pytest.mark.nightly
+def test_a_pod_without_the_homes_disk_that_is_evicted_goes_on_from_the_checkpoint_in_the_bucket(cluster, bucket, fault):
+    fault.name, fault.stage = "pod evicted, home on another disk", "train"
+    outcome: list = []
+    thread = threading.Thread(target=lambda: outcome.append(build_away("linger")))
+    thread.start()
+    tiny.eventually(lambda: [key for key in bucket.objects() if key.endswith("/scratch.json")], "no checkpoint sent")
+    (pod,) = cluster.processes
+    cluster.conditions[pod] = [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]
+    evicted = cluster.processes[pod]
+    with fault.timed("detected"):
+        evicted.kill()
+        tiny.eventually(lambda: cluster.processes.get(pod) not in (None, evicted), "no new pod")
+    cluster.conditions.clear()
+    with fault.timed("recovered"):
+        thread.join()
+    assert outcome[0].metrics["first_step"] > 0
+    fault.lost = f"nothing: went on at step {outcome[0].metrics['first_step']:.0f} of 10"
+    steps = [json.loads(line)["step"] for line in (outcome[0].artifact / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(10))
+
+
+def test_a_job_without_the_homes_disk_takes_no_secrets_through_the_bucket_and_needs_one(bucket, monkeypatch):
+    monkeypatch.setitem(SLOW, "HF_TOKEN", "hf_secret-of-the-test")
+    with pytest.raises(RecipeError, match=r"execution.environment holds a secret.*kubernetes.secrets"):
+        build_away("ok")
+    assert b"hf_secret" not in b"".join(bucket.objects().values())
+    monkeypatch.delitem(SLOW, "HF_TOKEN")
+    (home() / "store.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"store_claim: null.*store\.yaml"):
+        build_away("ok")
 
 
 def test_why_a_pod_waits_is_told(cluster, store):

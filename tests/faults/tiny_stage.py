@@ -63,6 +63,24 @@ def stumble():
     steps()
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def inputs():
+    """Act as a stage that records what it sees of the lifecycle home and of its input artifacts."""
+    print("on another disk", flush=True)
+    with (WORK / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time_ms": 0, "event": "milestone", "message": "on another disk"}) + "\n")
+    with (WORK / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 0, "time_ms": 0, "loss": 1.0}) + "\n")
+    given = json.loads((WORK / "config.json").read_text())["inputs"]
+    seen = {name: names_in(Path(folder, "data")) for name, folder in given.items()}
+    seen["home"] = names_in(Path(os.environ["LIFECYCLE_HOME"]))
+    result()
+    (WORK / "data" / "seen").write_text(json.dumps(seen))
+
+
 def pause():
     """Act as a stage of ten steps that waits before the sixth until the test releases it."""
     steps(pause_before=5)

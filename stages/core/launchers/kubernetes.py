@@ -65,8 +65,10 @@ class KubernetesOptions(ClusterOptions):
     image: str | None = Field(
         None, description="Container image with this pipeline, best named by its digest; required."
     )
-    store_claim: KubernetesName = Field(
-        "llm-lifecycle-home", description="PersistentVolumeClaim of the volume that holds `LIFECYCLE_HOME`."
+    store_claim: KubernetesName | None = Field(
+        "llm-lifecycle-home",
+        description="PersistentVolumeClaim of the volume that holds `LIFECYCLE_HOME`; null: files pass through "
+        "the bucket of `store.yaml`.",
     )
     namespace: KubernetesName = Field("default", description="Kubernetes namespace of the pods.")
     service_account: KubernetesName = Field(
@@ -101,9 +103,15 @@ class KubernetesOptions(ClusterOptions):
         description="Further fields of the pods' PodSpec: affinity, tolerations, priorityClassName, ….",
     )
 
+    @property
+    def shares_home(self) -> bool:
+        return self.store_claim is not None
+
     def problems(self, nodes: int) -> Iterator[str]:
         if not self.image:
             yield "image: missing; name the image that holds this pipeline"
+        if nodes > 1 and not self.shares_home:
+            yield "store_claim: null takes one node; several share a volume"
         if nodes > 1 and self.job == "train_job":
             for name in sorted(self.pod.keys() - IN_TRAIN_JOBS):
                 yield f"pod: {name} cannot be set in a TrainJob; set it in its training runtime, or job: indexed_job"

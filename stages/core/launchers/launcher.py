@@ -41,6 +41,11 @@ class ClusterOptions(LauncherOptions):
         None, description="Memory requested on each node, in GiB; default: the cluster's."
     )
 
+    @property
+    def shares_home(self) -> bool:
+        """Return whether the nodes see the home's disk; else the job's files pass through the shared store."""
+        return True
+
     def gpu_problem(self, wanted: int) -> str | None:
         if self.gpus_per_node and self.gpus_per_node < wanted:
             return f"gpus_per_node is {self.gpus_per_node}; raise it, or change its layout"

@@ -25,6 +25,7 @@ from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_m
 from flows.launch.skypilot import skypilot_task
 from flows.recipe.recipe import load_recipe, load_stages
 from stages.core.errors import RecipeError
+from stages.core.launchers.kubernetes import KubernetesOptions
 from stages.kinds.registry import KINDS
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S
 from tests.serving import wait_for
@@ -115,6 +116,25 @@ RENDERED = [
 @pytest.mark.parametrize("manifest", [*RENDERED, *shipped()])
 def test_kubernetes_accepts_it(manifest):
     kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_a_pod_without_the_homes_volume_names_the_bucket_and_has_an_empty_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    with pytest.raises(RecipeError, match=r"store_claim: null.*store\.yaml"):
+        manifests_of(store_claim=None)
+    (tmp_path / "store.yaml").write_text("store: s3://lake/team\n")
+    (job,) = manifests_of(store_claim=None)
+    kubernetes_validate.validate(job, KUBERNETES_VERSION, strict=True)
+    (pod,) = pods_of(job)
+    (container,) = pod["containers"]
+    assert container["command"][2:] == ["flows.launch.away_task", "s3://lake/team", job["metadata"]["name"]]
+    assert {"name": "LIFECYCLE_HOME", "value": str(tmp_path)} in container["env"]
+    assert {"name": "home", "mountPath": str(tmp_path), "readOnly": False} in container["volumeMounts"]
+    assert {"name": "home", "emptyDir": {}} in pod["volumes"]
+    problems = KubernetesOptions(image="a", store_claim=None).problems(2)
+    assert next(problems) == "store_claim: null takes one node; several share a volume"
+    with pytest.raises(RecipeError, match=r"store_claim: found null; servers read models from a volume"):
+        served(store_claim=None)
 
 
 def test_the_schemas_would_refuse_a_field_that_there_is_not():

@@ -322,6 +322,24 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
     assert answer.exit_code == errors.StoreError.exit_code
 
 
+def test_upkeep_keeps_what_living_jobs_need_and_removes_what_dead_ones_left(home, server, monkeypatch):
+    remote = home("first").remote
+    names = {key: f"blobs/{key * 64}" for key in "abc"}
+    server.put({f"team/{name}": b"of a job" for name in names.values()})
+    server.put(
+        {
+            f"team/jobs/j/{name}": f'{{"sha256": "{key * 64}"}}'.encode()
+            for name, key in (("parcel.json", "a"), ("1/scratch.json", "b"))
+        }
+    )
+    server.put({"team/jobs/j/heartbeat": b"1"})
+    monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
+    unneeded = {one.listed.name for one in upkeep.find_unneeded(remote, (), 0)[0]}
+    assert unneeded == {names["c"], "jobs/j/parcel.json", "jobs/j/1/scratch.json", "jobs/j/heartbeat"}
+    monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=60))
+    assert upkeep.find_unneeded(remote, (), 0) == ([], ())
+
+
 def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, address, server, monkeypatch):
     first = home("first")
     built, _ = build(first)
