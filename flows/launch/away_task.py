@@ -28,9 +28,11 @@ from flows.launch.through_bucket import (
     Parcel,
     files_below,
     send_files,
+    size_of,
 )
 from flows.ledger.home import home, store_root
 from flows.store.content import SCRATCH_FOLDER
+from flows.store.objects import go_on
 from flows.store.remote import SETTING_FILE, SHARED_JOBS, Remote
 from flows.store.shared import obtain
 from flows.store.store import Store
@@ -41,6 +43,8 @@ from stages.core.supervised import SupervisedProcess
 
 POLL_INTERVAL_S = 0.2
 SYNC_INTERVAL_S = 2.0
+LEAST_GROWTH = 0.02
+"""Growth of a log at which it is sent again while the stage runs, so that what goes out is no square of its size."""
 GRACE_S = 15.0
 """Seconds that the stage has to end after SIGTERM; a pod has 30, in which its last checkpoint is sent, too."""
 
@@ -64,13 +68,13 @@ class Courier:
                 if held := self._remote.objects.read(f"{self._job}/{HEARTBEAT}"):
                     heartbeat.write_bytes(held.content)
 
-    def send_growing(self) -> None:
-        """Send log, metrics and events as far as they have been written."""
+    def send_growing(self, least_growth: float = 0.0) -> None:
+        """Send log, metrics and events as far as they are written, each whole. least_growth: since the last time."""
         for name in GROWING:
-            content = (self._work / name).read_bytes() if (self._work / name).exists() else b""
-            if len(content) != self._sent.get(name):
-                self._remote.objects.write(f"{self._there}/{name}", content)
-                self._sent[name] = len(content)
+            size, sent = size_of(self._work / name), self._sent.get(name, 0)
+            if size > sent * (1 + least_growth):
+                self._remote.objects.send(f"{self._there}/{name}", self._work / name, go_on)
+                self._sent[name] = size
 
     def send_scratch(self) -> None:
         """Send the scratch files, unless they are those sent last; what changes while it is sent is sent next time."""
@@ -98,12 +102,12 @@ class Courier:
 
     def _look(self) -> dict[str, tuple[int, int, int]]:
         """Return inode, size and time of writing of all scratch files: a checkpoint is complete once it is renamed."""
-        scratch, found = self._work / SCRATCH_FOLDER, {}
+        scratch, stamps = self._work / SCRATCH_FOLDER, {}
         for name in files_below(scratch):
             with suppress(FileNotFoundError):
                 status = (scratch / name).stat()
-                found[name] = status.st_ino, status.st_size, status.st_mtime_ns
-        return found
+                stamps[name] = status.st_ino, status.st_size, status.st_mtime_ns
+        return stamps
 
 
 def main() -> int:
@@ -152,7 +156,7 @@ def _run(order: JobOrder, courier: Courier, stop: threading.Event) -> int:
         if time.monotonic() - synced_s > SYNC_INTERVAL_S:
             # The storage may be away for a while: the end is sent with all that came before it.
             with suppress(LifecycleError):
-                courier.send_growing()
+                courier.send_growing(LEAST_GROWTH)
                 courier.send_scratch()
             synced_s = time.monotonic()
         if stop.wait(POLL_INTERVAL_S):

@@ -62,7 +62,7 @@ class JobMirror:
         """Send the work folder, before the job of this order is submitted once more."""
         self._number += 1
         self._scratch = None
-        self._taken = {name: _size(self._work / name) for name in GROWING}
+        self._taken = {name: size_of(self._work / name) for name in GROWING}
         self.beat()
         names = [name for name in files_below(self._work) if name != f"{LAUNCH_FOLDER}/{ENDED}"]
         parcel = send_files(self._remote, self._work, names, self._number)
@@ -131,5 +131,6 @@ def send_files(remote: Remote, folder: Path, names: Iterable[str], number: int) 
     return Parcel(number=number, folder=folder, files=files)
 
 
-def _size(file: Path) -> int:
+def size_of(file: Path) -> int:
+    """Return a file's size in bytes; 0 without the file."""
     return file.stat().st_size if file.exists() else 0

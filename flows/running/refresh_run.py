@@ -6,7 +6,7 @@ The Prefect flow decides the order and calls `build` for each stage, in threads.
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from flows.store.ledgers import copy_ledger
 from flows.tracking.shipper import Tracker
 from stages.core.approval import AWAITED, REFUSED
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
+from stages.core.lines import print_line
 from stages.kinds.check.config import InputProblem
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
@@ -247,8 +248,10 @@ class RefreshRun:
     def _share_ledger(self, stage: str | None = None) -> None:
         """Copy the ledger, and the log of a stage's latest attempt, to the shared store, for other homes to read."""
         attempts = self.record.attempts_at(stage) if stage else []
-        with suppress(LifecycleError):  # the ledger here is whole, and is copied again at the next end
+        try:
             copy_ledger(self.store, self.ledger, attempts[-1] if attempts else None)
+        except LifecycleError as error:  # the ledger here is whole, and is copied again at the next end
+            print_line(f"warning: other homes do not see yet how this refresh goes: {error}")
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
         """Record in the ledger which Prefect flow run runs this refresh, and how often Prefect has started it."""

@@ -7,7 +7,8 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -238,7 +239,17 @@ def _until(request: Callable[[], Awaitable[Any]], check: Callable[[], None]) -> 
             await asyncio.wait({answer}, timeout=STOP_INTERVAL_S)
         return answer.result()
 
-    return asyncio.run(waited())  # which cancels the request after an exception
+    # `run` cancels the request after an exception. A thread that runs an event loop already takes no second one.
+    with ThreadPoolExecutor(1) if _is_in_a_loop() else nullcontext() as helper:
+        return helper.submit(asyncio.run, waited()).result() if helper else asyncio.run(waited())
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _tag(meta: Any) -> dict[str, str]:

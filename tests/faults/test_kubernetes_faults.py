@@ -1,14 +1,21 @@
 """Stages in Kubernetes Jobs, of a stand-in for its API, survive evicted pods; deleted or refused Jobs are reported."""
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
 import tiny
 from slurm_stage import launch
 
+from flows.launch.cluster import order_of
+from flows.launch.cluster_job import JobFolder
+from flows.launch.failures import INTERRUPTED
+from flows.launch.through_bucket import JobMirror
 from flows.ledger.home import home
 from flows.running.runner import BuiltStage, run_stage
+from flows.running.workspace import ResolvedInputs, prepare
 from flows.store.collect import verify
 from flows.store.shared import obtain
 from flows.store.store import Store
@@ -191,6 +198,29 @@ def test_a_pod_without_the_homes_disk_that_is_evicted_goes_on_from_the_checkpoin
     fault.lost = f"nothing: went on at step {outcome[0].metrics['first_step']:.0f} of 10"
     steps = [json.loads(line)["step"] for line in (outcome[0].artifact / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(10))
+
+
+@pytest.mark.nightly
+def test_a_job_on_another_disk_whose_home_is_dead_ends_itself_and_leaves_its_checkpoint(bucket, tmp_path):
+    store = Store(home() / "store")
+    away = {"image": "pipeline:1", "store_claim": None}
+    execution = {"launcher": "kubernetes", "environment": SLOW, "kubernetes": away}
+    planned = tiny.planned_stages(store, {"rows": tiny.stage("pause", **execution)})["rows"]
+    work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
+    prepare(store, planned, ResolvedInputs({}, {}, {}))
+    order = order_of("rows", work, planned.config, [str(tiny.SCRIPT), str(work)], 8.0)
+    JobFolder.of(work).write(order, planned.config.execution.environment)
+    mirror = JobMirror(order)
+    mirror.send()
+    command = [sys.executable, "-m", "flows.launch.away_task", order.through, order.job]
+    hidden = ["unshare", "--map-root-user", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {home()} && exec "$@"', "sh"]
+    ended = subprocess.run([*hidden, *command], text=True, capture_output=True, timeout=200)
+    assert ended.returncode == INTERRUPTED, ended.stderr
+    mirror.fetch()
+    assert (work / "scratch" / "step").read_text() == "5"
+    assert "no heartbeat from the agent for 8 s" in ended.stdout
+    assert JobFolder.of(work).end(order.job) is None, "interrupted, not ended"
+    mirror.close()
 
 
 def test_a_job_without_the_homes_disk_takes_no_secrets_through_the_bucket_and_needs_one(bucket, monkeypatch):

@@ -1,5 +1,6 @@
 """Homes with disks of their own and one bucket: each artifact is built once, received whole or not at all."""
 
+import asyncio
 import json
 import logging
 import random
@@ -276,6 +277,16 @@ def test_a_lost_answer_to_a_write_is_no_lost_write(home):
     assert store.replace("a", b"3", held) is None
     assert store.read("a").content == b"2"
     assert store.replace("absent", b"3", held) is None
+
+
+def test_it_can_be_asked_in_a_thread_that_runs_an_event_loop(home):
+    store = home("first").remote.objects
+    store.write("a", b"content")
+
+    async def asked() -> int:
+        return store.written("a").size_bytes
+
+    assert asyncio.run(asked()) == 7
 
 
 def test_a_content_of_several_parts_arrives_whole(home, server, tmp_path):
