@@ -7,9 +7,10 @@ from typing import Literal
 
 from stages.models.flops import AttentionWork
 
-PlannedSplit = Literal["columns", "rows", "gathered"]
-"""Split of a matrix by Transformers' plan of tensor parallelism: by its results; by its inputs, whose products are then
-summed over processes; or by results of which each process gets all."""
+PlannedSplit = Literal["columns", "rows", "gathered", "cut rows"]
+"""Split of a matrix by Transformers' plan of tensor parallelism: by its results, or by its inputs, whose products are
+then summed over processes. "gathered": by results of which each process gets all; "cut rows": by inputs of which each
+process has all, and takes its part."""
 
 
 class LayerRole(Enum):
@@ -57,6 +58,7 @@ class StackedParameter:
     num_experts: int
     is_router: bool = False
     split: PlannedSplit | None = None
+    has_bias: bool = False
 
     def sizes(self, tp: int) -> tuple[float, float]:
         """Return the inputs and outputs of the part of each matrix that one of `tp` processes has."""
@@ -67,7 +69,7 @@ def _part(matrix: Linear | StackedParameter, tp: int) -> tuple[float, float]:
     inputs, outputs = matrix.inputs, matrix.outputs
     if matrix.split is None:
         return inputs, outputs
-    return (inputs / tp, outputs) if matrix.split == "rows" else (inputs, outputs / tp)
+    return (inputs / tp, outputs) if "rows" in matrix.split else (inputs, outputs / tp)
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class LayerKind:
     kept_fp32: KeptBytes
     num_split_parameters: int = 0
     """Number of parameters without routed experts that a plan of tensor parallelism splits."""
+    ends_in_sum: bool = False
+    """True if the last weight is one whose products are summed over processes: no norm needs the sum (as OLMo 2's)."""
 
     @cached_property
     def _hash(self) -> int:

@@ -43,7 +43,12 @@ WALKED = "walked"
 """Name of the attention by which a walk replaces a model's own."""
 _NAMED_AS = {"mixtral": FORMER_NAMES["mixtral"], "qwen2_moe": FORMER_NAMES["qwen3_moe"]}
 """Former names of experts' linear layers, by the family whose ones PEFT accepts."""
-STYLES: dict[str, PlannedSplit] = {"gather_output": "gathered", "colwise": "columns", "rowwise": "rows"}
+STYLES: dict[str, PlannedSplit] = {
+    "gather_output": "gathered",
+    "split_input": "cut rows",
+    "colwise": "columns",
+    "rowwise": "rows",
+}
 """Split of a matrix by a part of the name that Transformers' plans have for it; the first that is found counts."""
 LEAST_BY_PAIR = 1.0
 """Products, or bytes, for each pair of tokens from which a layer has attention that could not be replaced."""
@@ -79,6 +84,8 @@ class Seen:
     """Storage of the input of each linear layer that ran, by the layer's name."""
     kept_inputs: set[str] = field(default_factory=set)
     """Names of the linear layers whose input the backward pass needs."""
+    ends_in_sum: bool = False
+    """True if no weight comes after one that a plan splits by its inputs, whose products are summed over processes."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +149,10 @@ class Walk(TorchDispatchMode):
         """Note whether results would be split: by columns of a weight, and all made of them up to one by rows."""
         storages = [one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)]
         styles = {self._weights.get(one) for one in storages}
+        if any(one in self._weights for one in storages):
+            self._now.ends_in_sum = bool(styles & {"rows", "cut rows"})
         is_split = "columns" in styles or any(one in self._split for one in storages)
-        if is_split and not styles & {"rows", "gathered"}:
+        if is_split and styles <= {"columns", None}:
             for one in results:
                 if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in self._not_counted:
                     self._split.add(storage._cdata)
@@ -455,6 +464,7 @@ class _Model:
                 for one in measured.linears(module, self._embedding_size[1])
             ),
             stacked=(*stacked, *self._routers(own)) if stacked else (),
+            ends_in_sum=measured.long.ends_in_sum,
             kept_bf16=measured.kept(measured.long, measured.frozen),
             kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
             num_split_parameters=sum(
@@ -569,7 +579,7 @@ def _own_parameters(layers: list[nn.Module]) -> list[dict[str, nn.Parameter]]:
 def _stacked(own: dict[str, nn.Parameter]) -> tuple[StackedParameter, ...]:
     """Return the matrices of a layer's routed experts."""
     experts = [(name, one.shape) for name, one in own.items() if _is_expert(name) and one.ndim == 3]
-    return tuple(_stack(name, *sizes) for name, sizes in experts)
+    return tuple(replace(_stack(name, *sizes), has_bias=f"{name}_bias" in own) for name, sizes in experts)
 
 
 def _stack(name: str, num_experts: int, rows: int, columns: int) -> StackedParameter:

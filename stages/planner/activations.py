@@ -14,7 +14,13 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.costs import StepCase
-from stages.planner.walked import kept_in_layer, kept_results, largest_for_a_moment, widest_products
+from stages.planner.walked import (
+    kept_in_layer,
+    kept_results,
+    largest_for_a_moment,
+    recomputed_share,
+    widest_products,
+)
 from stages.planner.workload import ProgramTraits, Workload
 
 DECODED_WEIGHTS, DECODING_BYTES = 2**22, 8
@@ -184,6 +190,8 @@ def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float
 
 def recomputed_products_share(shape: ModelShape, software: ProgramTraits) -> float:
     """Return the share of a layer's matrix-product FLOPs that selective recomputation repeats in the backward pass."""
+    if shape.kinds and not software.keeps_every_second_product:
+        return recomputed_share(shape)
     # [queries, keys, values, out, …] -> keys, out, … are computed again.
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
     flops = sum(inputs * outputs for inputs, outputs in _products(shape))

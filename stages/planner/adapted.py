@@ -73,6 +73,28 @@ def adapted_parameters(
     )
 
 
+@lru_cache(maxsize=256)
+def with_whole_layers(shape: ModelShape, adapter: PlannedAdapter) -> ModelShape:
+    """Return the shape in which adapted layers that have whole inputs and outputs on each process are whole, too.
+
+    Plans of tensor parallelism gather the results of such layers, or cut their inputs; with an adapter, the engine
+    leaves them as they are (`stages.engines.fsdp.split_adapters`).
+    """
+    kinds = []
+    for kind in shape.kinds:
+        by_adapted: dict[frozenset[str], list[int]] = {}
+        for layer in kind.layers:
+            prefix = f"{kind.name_of(layer)}."
+            adapted = (one for one in adapted_layers(shape, adapter)[layer] if one.split in ("gathered", "cut rows"))
+            by_adapted.setdefault(frozenset(one.name.removeprefix(prefix) for one in adapted), []).append(layer)
+        for names, layers in by_adapted.items():
+            whole = sum(one.inputs * one.outputs for one in kind.linears if one.name in names)
+            linears = tuple(replace(one, split=None) if one.name in names else one for one in kind.linears)
+            num_split = kind.num_split_parameters - whole
+            kinds.append(replace(kind, layers=tuple(layers), linears=linears, num_split_parameters=num_split))
+    return replace(shape, kinds=tuple(kinds))
+
+
 def _targets(shape: ModelShape, adapter: PlannedAdapter) -> AdapterTargets:
     return AdapterTargets(adapter, dict(shape.former_names) or FORMER_NAMES.get(shape.family, {}))
 
@@ -281,9 +303,7 @@ def _layer_parameters(shape: ModelShape, adapter: PlannedAdapter, joins_layers: 
 
 def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> float:
     """Count an adapter's parameters on one rank: tensor parallelism shards column-parallel B, row-parallel A."""
-    if layer.place.cuts_inputs:
-        return rank * (layer.inputs / tp + layer.outputs)
-    return rank * (layer.inputs + layer.outputs / tp)
+    return rank * sum(layer.sizes(tp))
 
 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:

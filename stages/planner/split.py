@@ -19,8 +19,7 @@ class SplitValues:
 
     summed_forward: float
     summed_again: float
-    """Values that a recomputed forward pass sums: it ends before the last sum, which the backward pass does not need.
-    """
+    """Values that a recomputed forward pass sums: it ends before a layer's last sum, unless a norm comes after it."""
     summed_backward: float
     gathered: float
     """Values of results that every process gets whole in a forward pass."""
@@ -32,13 +31,12 @@ class SplitValues:
 @lru_cache(maxsize=256)
 def split_values(shape: ModelShape) -> SplitValues:
     """Return what a layer's passes exchange under tensor parallelism."""
-    forward = backward = gathered = gathered_backward = 0.0
+    forward = again = backward = gathered = gathered_backward = 0.0
     for layer in range(shape.num_layers):
-        inputs, linears = dict[object, float](), linear_layers(shape, layer)
-        gathering = {_block(one.name) for one in linears if one.split == "gathered"}
+        inputs, linears, before = dict[object, float](), linear_layers(shape, layer), forward
         for linear in linears:
-            gathered_backward += linear.inputs * (linear.split == "rows" and _block(linear.name) in gathering)
-            forward += linear.outputs * (linear.split == "rows")
+            gathered_backward += linear.inputs * (linear.split == "cut rows")
+            forward += linear.outputs * (linear.split in ("rows", "cut rows"))
             gathered += linear.outputs * (linear.split == "gathered")
             backward += linear.inputs * (linear.split == "gathered")
             if linear.split == "columns":
@@ -47,8 +45,11 @@ def split_values(shape: ModelShape) -> SplitValues:
         if any(one.split for one in stacked_parameters(shape, layer)):  # of all experts together
             forward += shape.hidden_size
             backward += shape.hidden_size
-    by_layer = [total / shape.num_layers for total in (forward, backward, gathered, gathered_backward)]
-    return SplitValues(by_layer[0], max(0.0, by_layer[0] - shape.hidden_size), *by_layer[1:])
+        kind = shape.kind_of(layer)
+        last = shape.hidden_size if kind is None or kind.ends_in_sum else 0
+        again += max(0.0, forward - before - last)
+    totals = forward, again, backward, gathered, gathered_backward
+    return SplitValues(*(total / shape.num_layers for total in totals))
 
 
 @lru_cache(maxsize=256)
@@ -64,8 +65,3 @@ def not_summed_beside(adapter: PlannedAdapter, shape: ModelShape) -> float:
     first_products: float = sum(one.inputs for one in begins if one.split == "gathered")
     first_products += max((one.inputs for one in begins if one.split == "columns"), default=0.0)
     return first * split_values(shape).summed_backward + first_products
-
-
-def _block(name: str) -> str:
-    """Return the name of the attention or feed-forward block that a linear layer is in."""
-    return name.rpartition(".")[0]

@@ -36,9 +36,23 @@ def kept_results(shape: ModelShape, tp: int = 1) -> float:
 
     def kept(kind: LayerKind) -> float:
         heads = tp if any(one.split == "columns" for one in kind.linears) else 1
-        return _results(kind, tp) + sum(one.num_heads * one.value_width for one in kind.attention) / heads
+        computed_again = sum(kind.experts_computed * one.sizes(tp)[1] for one in kind.experts if one.has_bias)
+        attended = sum(one.num_heads * one.value_width for one in kind.attention) / heads
+        return _results(kind, tp) - computed_again + attended
 
     return shape.mean(kept)
+
+
+@lru_cache(maxsize=256)
+def recomputed_share(shape: ModelShape) -> float:
+    """Return the share of the products' FLOPs that selective recomputation repeats: products of experts with biases.
+
+    Transformers adds a bias to them in place, so that they cannot be kept.
+    """
+    again = shape.mean(
+        lambda kind: sum(kind.experts_computed * one.inputs * one.outputs for one in kind.experts if one.has_bias)
+    )
+    return again / shape.mean(lambda kind: sum(inputs * outputs for inputs, outputs in products(kind)))
 
 
 def widest_products(shape: ModelShape, tp: int = 1) -> float:

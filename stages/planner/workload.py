@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from stages.models.media import ModelPart
 from stages.models.shape import ModelShape
 from stages.models.tower import Tower
-from stages.planner.adapted import PlannedAdapter
+from stages.planner.adapted import PlannedAdapter, with_whole_layers
 
 Precision = Literal["fp32", "bf16", "fp8"]
 PlannedPrecision = Precision | Literal["fp4"]
@@ -117,10 +117,12 @@ class Workload:
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Return the trained model's shape, with its towers where rows have media.
+        """Return the trained model's shape, with its towers where rows have media, and as an adapter leaves its plan.
 
         A reward model's tiny score head counts as tied to the embedding.
         """
+        if self.adapter and shape.kinds:
+            shape = with_whole_layers(shape, self.adapter)
         if self.media and shape.towers:
             shape = replace(shape, other_parameters=shape.towers[0].other_parameters)
         if self.predicts_ahead:

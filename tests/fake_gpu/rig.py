@@ -39,6 +39,7 @@ KINDS = {
     "reduce_scatter_tensor_coalesced": "reduce-scatter",
     "allreduce": "all-reduce",
     "alltoall": "all-to-all",
+    "all_to_all_single": "all-to-all",
     "send": "message",
 }
 """The planner's name of each kind of collective; what is received is what another rank sends."""
@@ -269,6 +270,15 @@ CASES = {
     "experts, spread, matrices": Case("qwen3-30b-a3b", {"dp_shard": 4, "ep": 4, "tp": 2}, num_layers=2),
     "matrices, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, options=LORA),
     "matrices, LoRA, selective": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "recompute": "selective"}, options=LORA),
+    "gathered matrices, LoRA": Case("phi3", {"dp_shard": 4, "tp": 2}, options=LORA),
+    "gathered matrices, LoRA on some": Case(
+        "phi3", {"dp_shard": 4, "tp": 2}, options={"adapter": {"rank": 16, "target_modules": ["qkv_proj"]}}
+    ),
+    "gathered matrices, LoRA, full": Case("olmo2", {"dp_shard": 4, "tp": 2, "recompute": "full"}, options=LORA),
+    "norms after sums, full": Case("gemma2", {"dp_shard": 4, "tp": 2, "recompute": "full"}),
+    "experts with biases, selective": Case("gpt_oss", {"dp_shard": 8, "recompute": "selective"}),
+    "experts with biases, spread": Case("gpt_oss", {"dp_shard": 8, "ep": 4, "recompute": "selective"}),
+    "tokens, compiled": Case("qwen3-8b", {"dp_shard": 4, "cp": 2, "compile": True}, sequence_length=8192),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
         "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4

@@ -134,16 +134,15 @@ class FsdpCosts(EngineCosts):
             again = _gathers_again(layout) and case.workload.learns(tower.part)
             gathered += (1 + again) * case.workload.compute_bytes * tower.layer_parameters
         learning = case.trained(stage)
-        # Experts are gathered and reduced among the ranks that have the same ones.
-        experts = case.workload.compute_bytes * _held(case, stage).expert * (layout.ep > 1)
-        of_experts = (1 + _gathers_again(layout)) * experts
+        experts = _experts(case, stage)
+        of_experts = (1 + _gathers_again(layout)) * stage.num_layers * experts.gathered
+        learning_experts = stage.num_layers * experts.learning
         shards, same = network.shard_group(layout), network.same_experts_group(layout)
-        dense, expert = (learning.dense, learning.expert) if layout.ep > 1 else (learning.total, 0.0)
         return (
             Traffic("all-gather", shards, _gatherings(case) * (gathered - of_experts + root.gathered)),
             Traffic("all-gather", same, _gatherings(case) * of_experts),
-            Traffic("reduce-scatter", shards, _reductions(case) * 4 * dense),
-            Traffic("reduce-scatter", same, _reductions(case) * 4 * expert),
+            Traffic("reduce-scatter", shards, _reductions(case) * 4 * (learning.total - learning_experts)),
+            Traffic("reduce-scatter", same, _reductions(case) * 4 * learning_experts),
             Traffic("all-reduce", network.replica_group(layout), 4 * self.optimizer_parameters(learning, layout)),
         )
 
@@ -159,9 +158,13 @@ class FsdpCosts(EngineCosts):
         layout, hardware = case.layout, case.hardware
         group, replicas = network.shard_group(layout), network.replica_group(layout)
         of_layer, root, embedding = _groups(case, stage)
-        gather_s = network.gather_s(hardware, group, _gathered_bytes(case, of_layer))
-        reduce_s = network.gather_s(hardware, group, 4 * of_layer.learning)
-        replicas_s = network.all_reduce_s(hardware, replicas, 4 * of_layer.learning / layout.optimizer_shards)
+        experts = _experts(case, stage)
+        gather_s = _layer_gather_s(case, stage)
+        reduce_s = network.gather_s(hardware, group, 4 * (of_layer.learning - experts.learning))
+        reduce_s += network.gather_s(hardware, network.same_experts_group(layout), 4 * experts.learning)
+        # Of each expert, fewer ranks share the sum.
+        of_replicas = of_layer.learning + (layout.ep - 1) * experts.learning
+        replicas_s = network.all_reduce_s(hardware, replicas, 4 * of_replicas / layout.optimizer_shards)
         forward_s = case.exposed_s(gather_s, layer.both.forward_s)
         # Gathering a layer again for the backward pass.
         again_s = gather_s if _gathers_again(layout) else 0.0
@@ -178,7 +181,7 @@ class FsdpCosts(EngineCosts):
         outside_s = _gatherings(case) * case.exposed_s(outside_s, head_s)
         outside_s += _reductions(case) * case.exposed_s(network.gather_s(hardware, group, 4 * learning), head_s)
         outside_s += network.all_reduce_s(hardware, replicas, 4 * learning / layout.optimizer_shards)
-        return stage.num_layers * (layers_s + last_s - reduced_s) + outside_s + _offload_s(case)
+        return stage.num_layers * (layers_s + last_s - reduced_s) + outside_s + _offload_s(case, stage)
 
     def weight_copies(self, case: StepCase, num_adapted: float) -> float:
         """Return 2 for a gathered group, or 2 for each weight that one process casts: FSDP2 casts, then copies.
@@ -196,9 +199,7 @@ class FsdpCosts(EngineCosts):
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
         if case.layout.pp > 1:
             return 0.0
-        num_bytes = _gathered_bytes(case, _groups(case, stage)[0])
-        gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), num_bytes)
-        return case.exposed_s(gather_s, layer.both.forward_s)
+        return case.exposed_s(_layer_gather_s(case, stage), layer.both.forward_s)
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
         for split in _splits(request):
@@ -213,14 +214,12 @@ class FsdpCosts(EngineCosts):
                         yield from self._variants(request, degrees)
 
     def _variants(self, request: SearchRequest, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
-        compiles_too = not not_compiled(request) and degrees["cp"] * degrees["ep"] == 1
-        for compiles in (False, True) if compiles_too else (False,):
+        for compiles in (False,) if not_compiled(request) else (False, True):
             for recompute in ("none", "selective", "full"):
                 for reshard in (True, False) if degrees["dp_shard"] * degrees["cp"] > 1 else (True,):
                     variant = {"recompute": recompute, "reshard_after_forward": reshard, "compile": compiles}
                     yield {**degrees, **variant}
-            if degrees["tp"] == 1:
-                yield {**degrees, "recompute": "full", "cpu_offload": True, "compile": compiles}
+            yield {**degrees, "recompute": "full", "cpu_offload": True, "compile": compiles}
 
 
 class _Group(NamedTuple):
@@ -338,11 +337,21 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
     return learning - outside_parameters(shape, stage, layout.tp) - norms - positions
 
 
-def _gathered_bytes(case: TimedCase, layer: _Group) -> float:
-    """Return the bytes of a layer's group as it is sent: in one byte a weight where the layer is trained in fp8."""
-    workload = case.workload
+def _experts(case: StepCase, stage: PipelineStage) -> _Group:
+    """Return the part of a layer's group that is gathered and reduced apart: experts that fewer ranks have."""
+    if case.layout.ep == 1:
+        return _Group(0.0, 0.0)
+    held, learning = _held(case, stage).expert, case.trained(stage).expert
+    return _Group(case.workload.compute_bytes * held / stage.num_layers, learning / stage.num_layers)
+
+
+def _layer_gather_s(case: TimedCase, stage: PipelineStage) -> float:
+    """Return the seconds of gathering a layer, in one byte a weight where it is trained in fp8."""
+    workload, layout, experts = case.workload, case.layout, _experts(case, stage)
     in_one_byte = workload.in_few_bits and not case.software.casts_at_products and workload.adapter is None
-    return layer.gathered / (workload.compute_bytes if in_one_byte else 1)
+    dense = (_groups(case, stage)[0].gathered - experts.gathered) / (workload.compute_bytes if in_one_byte else 1)
+    dense_s = network.gather_s(case.hardware, network.shard_group(layout), dense)
+    return dense_s + network.gather_s(case.hardware, network.same_experts_group(layout), experts.gathered)
 
 
 def _gathers_again(layout: Layout) -> bool:
@@ -360,14 +369,13 @@ def _reductions(case: StepCase) -> float:
     return 1.0 if _reduces_once(case) else case.micro_batches
 
 
-def _offload_s(case: TimedCase) -> float:
+def _offload_s(case: TimedCase, stage: PipelineStage) -> float:
     """Return the seconds per step of CPU offload's copies: weights for each gathering, gradients once."""
     if not case.layout.cpu_offload:
         return 0.0
-    workload = case.workload
-    stored: float = 4 * case.shape.num_parameters
-    if workload.adapter:
-        stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
-    shard_bytes = stored / case.layout.dp_shard
+    workload, shape, layout = case.workload, case.shape, case.layout
+    stored = frozen_bytes(shape, workload.adapter, workload.compute_bytes) if workload.adapter else None
+    share = case.engine.optimizer_parameters(_held(case, stage), layout)
+    shard_bytes = 4 * share if stored is None else share / shape.num_parameters * stored
     # Gathered forward and backward in each micro-batch; the 1 is the gradient's way back.
     return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)

@@ -13,10 +13,11 @@ from stages.parallel.layout import Layout
 from stages.planner import compute, network
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
-from stages.planner.costs import StepCase
+from stages.planner.costs import StepCase, TimedCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
+from stages.planner.partition import pipeline_stages
 from stages.planner.time import step_time
 from stages.planner.workload import ExtraPasses, Workload
 
@@ -325,3 +326,27 @@ def test_a_mixture_s_dense_layers_cost_where_they_lie():
     assert held[0][0].weights < held[0][1].weights == pytest.approx(held[1][1].weights)
     slowest = [step_time(shape, "megatron", layout, work, H100).parts.compute for shape in (mixture, routed)]
     assert slowest[0] == pytest.approx(slowest[1])
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp_shard": 8, "ep": 4},
+        {"dp_shard": 8, "ep": 8},
+        {"dp_shard": 4, "tp": 2, "ep": 2},
+        {"dp_shard": 4, "dp_replicate": 2, "ep": 4, "accumulate": "sharded"},
+        {"dp_shard": 4, "dp_replicate": 2},
+    ],
+)
+def test_data_parallel_time_is_that_of_the_volumes_over_their_own_groups(degrees):
+    """Experts are gathered, reduced and summed by the ranks that have them; the rig holds the volumes to real ones."""
+    exact = replace(H100, intra_node_latency_s=0.0, inter_node_latency_s=0.0)
+    exact = replace(exact, efficiency=replace(exact.efficiency, overlapped=0.0))
+    shape, layout, costs = KNOWN["qwen3 30b"], Layout(**degrees), COSTS["fsdp"]
+    case = TimedCase(shape, costs, layout, WORK, costs.program(layout), exact)
+    (stage,) = pipeline_stages(shape.num_layers, 1)
+    layer = layer_time(case.work, case.software, exact)
+    found = costs.data_parallel_s(case, stage, layer, head_time(case.work, case.software, exact), 0.0)
+    times = {"all-reduce": network.all_reduce_s, "all-gather": network.gather_s, "reduce-scatter": network.gather_s}
+    carried = costs.data_parallel_traffic(case, stage)
+    assert found == pytest.approx(sum(times[one.kind](exact, one.group, one.num_bytes) for one in carried))
