@@ -21,8 +21,8 @@ from stages.core.lines import counted
 from stages.core.redaction import shortened
 from stages.kinds.train.config import LAYOUT_PROBLEM, TrainConfig
 from stages.models.shape import ModelShape
-from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.legality import refusals
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200
@@ -74,7 +74,10 @@ def without_misfits(
 
     Raises RecipeError when no config is left.
     """
-    reasons = ["; ".join(RULES[config.engine].model_errors(config.layout, shape)) for config in configs]
+    reasons = [
+        "; ".join(refusals(config.engine, config.layout, config.constraints, config.features(shape), shape))
+        for config in configs
+    ]
     misfits = [
         RefusedLayout(
             describe_layout(config.engine, config.layout),

@@ -21,13 +21,13 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.shape import ModelShape
-from stages.parallel.engines.registry import RULES, lacked_feature
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName, Layout
-from stages.parallel.legality import layout_errors
+from stages.parallel.legality import refusals
 from stages.planner.adapted import PlannedAdapter
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
-from stages.planner.search import Candidate, SearchResult, estimate, has_fitting, safest_first, search
+from stages.planner.search import Candidate, SearchResult, estimate, has_fitting, safest_first, search, work_errors
 from stages.planner.workload import Precision, Workload
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -117,10 +117,8 @@ def _remedies(request: SearchRequest) -> Iterator[str]:
     larger = (replace(request, num_gpus=factor * request.num_gpus) for factor in MORE_DEVICES)
     if enough := next(filter(has_fitting, larger), None):
         yield f"{enough.num_gpus} devices to train on (--gpus)"
-    workload = request.workload
-    refuse_adapters = workload.scores_documents or workload.predicts_ahead or workload.frozen
-    if not (workload.adapter or refuse_adapters or workload.optimizer == "muon"):
-        adapted = replace(workload, adapter=PlannedAdapter(USUAL_RANK))
+    if not request.workload.adapter:
+        adapted = replace(request.workload, adapter=PlannedAdapter(USUAL_RANK))
         if has_fitting(replace(request, workload=adapted)):
             yield f"LoRA adapters (--lora-rank {USUAL_RANK})"
 
@@ -129,8 +127,8 @@ def explained(request: SearchRequest, text: str) -> Explained:
     """Predict time and memory of a layout text, with warnings. Raises LayoutError, with all reasons, if impossible."""
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
-    errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
-    errors += lacked_feature(engine, "pictures", "rows with pictures") if request.workload.media else []
+    errors = [*work_errors(request, engine)]
+    errors += refusals(engine, layout, constraints, request.workload.features(shape), shape)
     if layout.compile and not request.hardware.compiles:
         errors.append(f"layout.compile: torch's compiler makes no kernels for {request.hardware.name}")
     if errors:

@@ -80,6 +80,12 @@ class AdapterConfig(StrictModel):
     )
 
     @property
+    def used_options(self) -> dict[str, object]:
+        """Options that differ from their defaults, by name."""
+        default = type(self)()
+        return {name: value for name, value in self if value != getattr(default, name)}
+
+    @property
     def changes_base(self) -> bool:
         """Return whether LoRA's initial B A is subtracted from the base model's weights while the adapter trains."""
         return self.init not in ("default", "eva")

@@ -1,6 +1,7 @@
 """Families whose code does not allow a split that their sizes do: what training finds at its start, known to plans.
 
-Training measures it for any model (`stages/engines/fsdp`); the zoo's proofs hold these names to what it measures.
+Training measures it for any model (`stages/engines/fsdp`); `tests/zoo/test_known_splits.py` fails for a name that it
+would not refuse.
 """
 
 IN_ROWS = frozenset(

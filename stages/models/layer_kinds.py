@@ -11,6 +11,13 @@ PlannedSplit = Literal["columns", "rows", "gathered", "cut rows"]
 """Split of a matrix by Transformers' plan of tensor parallelism: by its results, or by its inputs, whose products are
 then summed over processes. "gathered": by results of which each process gets all; "cut rows": by inputs of which each
 process has all, and takes its part."""
+STYLES: dict[str, PlannedSplit] = {
+    "gather_output": "gathered",
+    "split_input": "cut rows",
+    "colwise": "columns",
+    "rowwise": "rows",
+}
+"""Split of a matrix by a part of the name that Transformers' plans have for it; the first that is found counts."""
 
 
 class LayerRole(Enum):
@@ -20,6 +27,14 @@ class LayerRole(Enum):
     OUT_OF_ATTENTION = "out of attention"
     INTO_FFN = "into the feed-forward part"
     OUT_OF_FFN = "out of the feed-forward part"
+
+    @classmethod
+    def of(cls, name: str, inputs: int, outputs: int, hidden_size: int) -> "LayerRole":
+        """Return a linear layer's place, by its name and by whether it leads back to the width between layers."""
+        is_out = outputs == hidden_size and (inputs != hidden_size or name.rpartition(".")[2].startswith(("o", "down")))
+        if any(part in name for part in ("mlp", "feed_forward", "ffn", "expert", "fc", "moe")):
+            return cls.OUT_OF_FFN if is_out else cls.INTO_FFN
+        return cls.OUT_OF_ATTENTION if is_out else cls.INTO_ATTENTION
 
     @property
     def cuts_inputs(self) -> bool:

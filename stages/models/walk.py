@@ -29,7 +29,16 @@ from stages.core.errors import ModelError
 from stages.core.redaction import shortened
 from stages.models.adapter_targets import FORMER_NAMES, is_named
 from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, PlannedSplit, StackedParameter
+from stages.models.layer_kinds import (
+    STYLES,
+    Attention,
+    KeptBytes,
+    LayerKind,
+    LayerRole,
+    Linear,
+    PlannedSplit,
+    StackedParameter,
+)
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
 from stages.models.loading import Head, build_model, class_with_head
 from stages.models.shape import ModelShape
@@ -43,13 +52,6 @@ WALKED = "walked"
 """Name of the attention by which a walk replaces a model's own."""
 _NAMED_AS = {"mixtral": FORMER_NAMES["mixtral"], "qwen2_moe": FORMER_NAMES["qwen3_moe"]}
 """Former names of experts' linear layers, by the family whose ones PEFT accepts."""
-STYLES: dict[str, PlannedSplit] = {
-    "gather_output": "gathered",
-    "split_input": "cut rows",
-    "colwise": "columns",
-    "rowwise": "rows",
-}
-"""Split of a matrix by a part of the name that Transformers' plans have for it; the first that is found counts."""
 LEAST_BY_PAIR = 1.0
 """Products, or bytes, for each pair of tokens from which a layer has attention that could not be replaced."""
 
@@ -74,7 +76,7 @@ class Seen:
     state_flops: float = 0.0
     kept_bytes: float = 0.0
     split_bytes: float = 0.0
-    """Bytes kept between split matrices, of which each process of tensor parallelism would keep its part."""
+    """Bytes kept between split matrices, of which each process of `tp` would keep its part."""
     largest_bytes: float = 0.0
     attention: list[Attention] = field(default_factory=list)
     attention_products: float = 0.0
@@ -84,8 +86,7 @@ class Seen:
     """Storage of the input of each linear layer that ran, by the layer's name."""
     kept_inputs: set[str] = field(default_factory=set)
     """Names of the linear layers whose input the backward pass needs."""
-    ends_in_sum: bool = False
-    """True if no weight comes after one that a plan splits by its inputs, whose products are summed over processes."""
+    ends_in_sum: bool = False  # as in `LayerKind`
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,9 @@ class Walk(TorchDispatchMode):
         """Note whether results would be split: by columns of a weight, and all made of them up to one by rows."""
         storages = [one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)]
         styles = {self._weights.get(one) for one in storages}
-        if any(one in self._weights for one in storages):
+        if self._weights.keys() & {*storages}:
             self._now.ends_in_sum = bool(styles & {"rows", "cut rows"})
-        is_split = "columns" in styles or any(one in self._split for one in storages)
-        if is_split and styles <= {"columns", None}:
+        if ("columns" in styles or self._split & {*storages}) and styles <= {"columns", None}:
             for one in results:
                 if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in self._not_counted:
                     self._split.add(storage._cdata)
@@ -542,7 +542,7 @@ class _Measured:
         return tuple(
             Linear(
                 name,
-                _place(name, inputs, outputs, hidden_size),
+                LayerRole.of(name, inputs, outputs, hidden_size),
                 inputs,
                 outputs,
                 source=sources.index(self.long.inputs[name]) if name in self.long.inputs else None,
@@ -578,15 +578,13 @@ def _own_parameters(layers: list[nn.Module]) -> list[dict[str, nn.Parameter]]:
 
 def _stacked(own: dict[str, nn.Parameter]) -> tuple[StackedParameter, ...]:
     """Return the matrices of a layer's routed experts."""
-    experts = [(name, one.shape) for name, one in own.items() if _is_expert(name) and one.ndim == 3]
-    return tuple(replace(_stack(name, *sizes), has_bias=f"{name}_bias" in own) for name, sizes in experts)
-
-
-def _stack(name: str, num_experts: int, rows: int, columns: int) -> StackedParameter:
-    if "down" in name or "output" in name:
-        return StackedParameter(name, LayerRole.OUT_OF_FFN, rows, columns, num_experts)
-    # Some models hold [inputs, outputs], others the reverse.
-    return StackedParameter(name, LayerRole.INTO_FFN, rows, columns, num_experts)
+    stacks = []
+    for name, one in own.items():
+        if _is_expert(name) and one.ndim == 3:
+            place = LayerRole.OUT_OF_FFN if "down" in name or "output" in name else LayerRole.INTO_FFN
+            number, rows, columns = one.shape  # some models hold [inputs, outputs], others the reverse
+            stacks.append(StackedParameter(name, place, rows, columns, number, has_bias=f"{name}_bias" in own))
+    return tuple(stacks)
 
 
 def _linear_sizes(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -596,14 +594,6 @@ def _linear_sizes(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, (module.in_features, module.out_features)
         elif isinstance(module, Conv1D):
             yield name, (module.nx, module.nf)
-
-
-def _place(name: str, inputs: int, outputs: int, hidden_size: int) -> LayerRole:
-    """Return a linear layer's place, by its name and by whether it leads back to the width between layers."""
-    is_out = outputs == hidden_size and (inputs != hidden_size or name.rpartition(".")[2].startswith(("o", "down")))
-    if any(part in name for part in ("mlp", "feed_forward", "ffn", "expert", "fc", "moe")):
-        return LayerRole.OUT_OF_FFN if is_out else LayerRole.INTO_FFN
-    return LayerRole.OUT_OF_ATTENTION if is_out else LayerRole.INTO_ATTENTION
 
 
 def _is_expert(name: str) -> bool:

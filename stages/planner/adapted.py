@@ -37,6 +37,12 @@ class PlannedAdapter:
         """True if the base model's linear layers are stored in 4 or 8 bits and dequantized for each use."""
         return self.base_precision in ("nf4", "int8")
 
+    @property
+    def used_options(self) -> dict[str, object]:
+        """Options that differ from their defaults, by name."""
+        default = PlannedAdapter(self.rank)
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
     def saves(self, name: str) -> bool:
         """Return whether a module, or one that contains it, is trained in full (`modules_to_save`)."""
         return is_saved(name, self.modules_to_save)

@@ -117,10 +117,11 @@ class SearchRequest:
     @property
     def constraints(self) -> RunConstraints:
         """Limits that a legal layout must meet: nodes, processes per node, tokens per row, rows per step."""
-        per_node = min(self.num_gpus, self.hardware.gpus_per_node)
-        rows = self.workload.global_batch_size
-        # Nodes are rounded up: 12 GPUs of nodes with 8 are on two.
-        return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
+        # As few nodes as can have equally many: 12 GPUs of nodes with 8 are 6 on each of two.
+        fewest = -(-self.num_gpus // self.hardware.gpus_per_node)
+        nodes = next(number for number in range(fewest, self.num_gpus + 1) if self.num_gpus % number == 0)
+        workload = self.workload
+        return RunConstraints(nodes, self.num_gpus // nodes, workload.sequence_length, workload.global_batch_size)
 
 
 Computation = Literal["forward", "head", "layer", "tower", "nothing"]

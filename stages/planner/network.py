@@ -80,7 +80,7 @@ def expert_replica_group(layout: Layout) -> Group:
 
 def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
     """Return the seconds of a ring all-gather or reduce-scatter of `num_bytes` in total (Thakur et al. 2005)."""
-    if group.size == 1:
+    if group.size == 1 or not num_bytes:  # nothing is sent
         return 0.0
     per_node = group.ranks_per_node(hardware)
     nodes = math.ceil(group.size / per_node)

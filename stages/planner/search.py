@@ -12,7 +12,7 @@ from typing import Literal
 from stages.core.errors import LayoutError
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import EngineName, Layout, describe_layout
-from stages.parallel.legality import is_legal
+from stages.parallel.legality import adapter_errors, feature_errors, is_legal
 from stages.planner.costs import SearchRequest
 from stages.planner.engines.registry import COSTS
 from stages.planner.memory import MemoryEstimate, memory
@@ -152,8 +152,14 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 
 
 def _engines(request: SearchRequest) -> list[EngineName]:
-    """Return the engines of a search; those that build the text part alone have no layout for rows with media."""
-    return [one for one in request.engines if not (request.workload.media and "pictures" in RULES[one].lacks)]
+    """Return the engines of a search that have all that the training uses."""
+    return [one for one in request.engines if not any(work_errors(request, one))]
+
+
+def work_errors(request: SearchRequest, engine: EngineName) -> Iterator[str]:
+    """Yield why an engine cannot do the work of a search under any layout, such as an option that it lacks."""
+    yield from feature_errors(engine, request.workload.features(request.shape))
+    yield from adapter_errors(engine, request.workload.adapter.used_options) if request.workload.adapter else ()
 
 
 def _with_memory(
@@ -196,13 +202,13 @@ def _share_needed(needed: MemoryEstimate, available_gib: float, host_gib: float)
 
 def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]]:
     """Yield groups of legal layouts that differ only in micro-batch size, each sorted from small to large."""
-    constraints = request.constraints
+    constraints, features = request.constraints, request.workload.features(request.shape)
     for degrees in COSTS[engine].degrees(request):
         shares = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
         sizes = _micro_batch_sizes(request, shares)
         # Unvalidated, since thousands are made and `is_legal` refuses the bad ones.
         layouts = (Layout.model_construct(**{**DEFAULTS, **degrees, "micro_batch_size": size}) for size in sizes)
-        legal = [layout for layout in layouts if is_legal(engine, layout, constraints, request.shape)]
+        legal = [layout for layout in layouts if is_legal(engine, layout, constraints, request.shape, features)]
         if legal:
             yield legal
 

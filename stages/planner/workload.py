@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from stages.models.media import ModelPart
 from stages.models.shape import ModelShape
 from stages.models.tower import Tower
-from stages.planner.adapted import PlannedAdapter, with_whole_layers
+from stages.parallel.engines.rules import Feature
+from stages.planner.adapted import PlannedAdapter, merged_experts, with_whole_layers
 
 Precision = Literal["fp32", "bf16", "fp8"]
 PlannedPrecision = Precision | Literal["fp4"]
@@ -92,6 +93,8 @@ class Workload:
     """True if the routers of a mixture of experts are frozen, with neither gradients nor optimizer state."""
     even_rows: bool = True
     """True if every forward pass has rows of one length, as packed rows have and sampled completions have not."""
+    packs: bool = True
+    """False if each document is a row of its own, of its own length."""
     total_tokens: float | None = None
     """Number of tokens that the whole training processes, if known."""
 
@@ -115,6 +118,35 @@ class Workload:
     def in_few_bits(self) -> bool:
         """True if the layers' matrix products run in 8 or 4 bits."""
         return self.precision in ("fp8", "fp4")
+
+    def features(self, shape: ModelShape | None = None) -> dict[Feature, str]:
+        """Return the features that the training uses, as a recipe asks for them.
+
+        shape: the model's, which tells whether an adapter is on experts; None if it is not known.
+        """
+        adapter, states = self.adapter, StateBytes()
+        is_quantized, on_experts = (
+            adapter and adapter.is_quantized,
+            adapter and shape and merged_experts(shape, adapter),
+        )
+        asked: dict[Feature, tuple[object, str]] = {
+            "fp8": (self.precision == "fp8", "`precision: fp8`"),
+            "fp32": (self.precision == "fp32", "`precision: fp32`"),
+            "muon": (self.optimizer == "muon", "`optimizer.name: muon`"),
+            "fewer_bits_adamw": (self.state_bytes != states, "`optimizer` in bf16"),
+            "stochastic_rounding": (self.state_bytes.weight < states.weight, "`optimizer.bf16_stochastic_round`"),
+            "score_head": (self.scores_documents, "`method: reward`"),
+            "mtp_loss": (self.predicts_ahead, "`mtp_loss_weight`"),
+            "media": (self.media, "data with media"),
+            "frozen_parts": (self.frozen, "`freeze`"),
+            "frozen_routers": (self.freezes_routers, "`moe.freeze_router`"),
+            "unpacked_rows": (not self.packs, "`data.packing: false`"),
+            "adapter": (adapter, "`adapter`"),
+            "adapted_experts": (on_experts, "`adapter` on experts"),
+            "quantized_base": (is_quantized, f"`adapter.base_precision: {adapter and adapter.base_precision}`"),
+            "eva": (adapter and adapter.init == "eva", "`adapter.init: eva`"),
+        }
+        return {feature: option for feature, (is_used, option) in asked.items() if is_used}
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
         """Return the trained model's shape, with its towers where rows have media, and as an adapter leaves its plan.

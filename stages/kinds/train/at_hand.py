@@ -8,7 +8,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from stages.adapters.config import AdapterConfig
 from stages.adapters.named_layers import missing_layers
 from stages.core.contract import ModelAtHand
 from stages.core.errors import DataError, LayoutError, LifecycleError
@@ -22,9 +21,9 @@ from stages.kinds.train.checks import media_problems
 from stages.kinds.train.fields import TrainFields
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
-from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
-from stages.planner.adapted import merged_experts
+from stages.parallel.layout import AutoLayout
+from stages.parallel.legality import refusals
 
 
 def model_findings(
@@ -58,9 +57,10 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
     degrees = config.layout.tp * config.layout.cp * config.layout.ep
     if rules.builds_from_shape or degrees > 1:  # else any model fits, and none has to be walked
         shape = rules.shape_of(facts)
-        errors = [*rules.model_errors(config.layout, shape)]
-        if config.adapter and config.layout.ep > 1 and not rules.has("splits_all"):
-            errors += _adapted_experts(config.adapter, config.layout.ep, shape)
+        errors: list[str] = []
+        if not isinstance(config.layout, AutoLayout):
+            features = config.features(shape)
+            errors += refusals(config.engine, config.layout, config.constraints, features, shape)
         if gpu_type:
             errors += rules.device_errors(gpu_type, config.layout, config.precision, shape)
         if errors:
@@ -71,14 +71,6 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
         yield (
             f"data.sequence_length {config.data.sequence_length} is beyond the {limit} positions of {model.source}; "
             "documents of that length are refused or badly learned"
-        )
-
-
-def _adapted_experts(adapter: AdapterConfig, ep: int, shape: ModelShape) -> Iterator[str]:
-    if merged_experts(shape, adapter.for_planner):
-        yield (
-            f"layout: ep {ep} spreads experts without adapters, but `adapter` means experts, too; set `ep: 1`, or "
-            "leave them out by `adapter.exclude_modules`"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator
@@ -11,21 +12,24 @@ from stages.core.contract import Execution
 from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, Seconds, StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
 from stages.models.media import ModelPart
-from stages.planner.workload import Precision, StateBytes
+from stages.planner.workload import OptimizerName, Precision, StateBytes
 
 UNSUPPORTED = {
     "adamw_8bit": "its moments need torchao or bitsandbytes, neither of which is in every training environment",
     "adafactor": "torch's implementation cannot step on parameters that FSDP2 has sharded (torch 2.13)",
 }
 """Unsupported optimizers that people ask for, each with the reason."""
-LOW_PRECISION = ("exp_avg_dtype", "exp_avg_sq_dtype", "bf16_stochastic_round")
-"""Names of AdamW's options that store its state in fewer bits, as in Megatron and torchao."""
+OPTIMIZERS: dict[OptimizerName, type[LowPrecisionSettings | MuonSettings]] = {
+    "adamw": LowPrecisionSettings,
+    "muon": MuonSettings,
+}
+"""Settings that only one optimizer takes; its options in a recipe have the same names."""
 
 
 class OptimizerConfig(StrictModel):
     """Config block of a training stage's optimizer; fields are named as in torch."""
 
-    name: Literal["adamw", "muon"] = Field(
+    name: OptimizerName = Field(
         "adamw",
         description="adamw: AdamW with a fused kernel. muon: weight matrices in layers move by orthogonalised "
         "momentum (Jordan et al. 2024), all else by AdamW; only with `engine: fsdp`.",
@@ -63,14 +67,16 @@ class OptimizerConfig(StrictModel):
         return name
 
     @property
-    def muon(self) -> MuonSettings | None:
-        if self.name == "adamw":
-            return None
-        return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
+    def settings(self) -> LowPrecisionSettings | MuonSettings:
+        """Settings that only the chosen optimizer takes."""
+        taken = OPTIMIZERS[self.name]
+        return taken(**{one.name: getattr(self, one.name) for one in fields(taken)})
 
     @property
-    def low_precision(self) -> LowPrecisionSettings:
-        return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
+    def in_fewer_bits(self) -> list[str]:
+        """Names of the options that store AdamW's state in fewer bits, where they are used."""
+        default = LowPrecisionSettings()
+        return [name for name, value in vars(default).items() if getattr(self, name) != value]
 
     @property
     def for_planner(self) -> StateBytes:
@@ -81,12 +87,9 @@ class OptimizerConfig(StrictModel):
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         """Yield optimizer options that have no effect with the chosen optimizer, each with the reason."""
-        if self.name == "adamw":
-            for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
-                yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
-        else:
-            for field in LOW_PRECISION:
-                yield field, f"`optimizer.name: {self.name}` keeps fp32"
+        for other, taken in OPTIMIZERS.items():
+            for one in fields(taken) if other != self.name else ():
+                yield one.name, f"only `optimizer.name: {other}` takes it"
 
 
 class MoeConfig(StrictModel):

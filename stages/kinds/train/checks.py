@@ -1,6 +1,5 @@
 """Checks for conflicts between config fields of a training stage that are each allowed alone, and what to change."""
 
-import json
 import math
 import os
 from collections import Counter
@@ -13,16 +12,16 @@ from stages.core.redaction import quoted
 from stages.data.any_rows import not_to_be_mixed
 from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import COLUMN_NAMES, FORMATS
-from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.models.media import ModelPart
 from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import unusable_gpus
-from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine
-from stages.parallel.layout import AutoLayout, EngineName, Layout
-from stages.parallel.legality import layout_errors
+from stages.parallel.engines.registry import RULES, engines_with
+from stages.parallel.engines.rules import Features
+from stages.parallel.layout import AutoLayout
+from stages.parallel.legality import adapter_errors, feature_errors, refusals
 from stages.planner.hardware import named_like
 from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
@@ -254,83 +253,22 @@ def _teacher_problems(config: TrainFields) -> Iterator[str]:
 
 
 def engine_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of the engine with the options of optimizer, experts, adapter, fp8 and reward models."""
-    engine = config.engine
-    yield from adapter_errors(engine, config.adapter) if config.adapter else ()
-    yield from _adamw_errors(config) if config.optimizer.name == "adamw" else _other_optimizer_errors(config)
-    if isinstance(config.layout, Layout) and config.layout.compile and not config.data.packing:
-        yield (
-            "`layout.compile` does not go with `data.packing: false`, whose rows have lengths of their own: layers "
-            "would be compiled again for each; remove either"
-        )
-    if config.moe.freeze_router and config.adapter:
-        yield (
-            "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
-            "of the adapter by `adapter.exclude_modules`"
-        )
-    if config.fp8_recipe != "tensorwise":
-        yield from lacked_feature(engine, "rowwise_fp8", f"fp8_recipe: {config.fp8_recipe}")
-    if config.mtp_loss_weight:
-        yield from _mtp_errors(config)
-    if config.freeze or config.part_learning_rates.named:
-        yield from _part_errors(config)
-    if config.learning.needs_score_head:
-        yield from lacked_feature(engine, "score_head", f"method: {config.method}")
-        if config.adapter:
-            yield f"`method: {config.method}` trains whole models only; remove `adapter`"
-
-
-def _split_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the options that an engine does not support together with `tp`, `cp` or `ep`."""
-    both = {
-        "precision: fp8": config.precision == "fp8",
-        "mtp_loss_weight": config.mtp_loss_weight > 0,
-        f"method: {config.method}": config.learning.needs_score_head,
-    }
-    adapter = config.adapter or AdapterConfig()
-    of_tp = {
-        f"adapter.base_precision: {adapter.base_precision}": adapter.base_precision in ("nf4", "int8"),
-        "adapter.init: eva": adapter.init == "eva",
-    }
-    options = {
-        "tp": {**of_tp, **both},
-        "cp": both,
-        "ep": {"layout.compile": config.layout.compile, **both},
-    }
-    for degree, of_degree in options.items():
-        size: int = getattr(config.layout, degree)
-        unlike = [f"`{name}`" for name, is_used in of_degree.items() if is_used]
-        # Experts are spread over processes of data parallelism, which stay.
-        in_place = "" if degree == "ep" else f" and `dp_shard: {config.layout.dp_shard * size}`"
-        if size > 1 and unlike:
-            yield (
-                f"`layout.{degree}: {size}` with `engine: {config.engine}` does not go with "
-                f"{', nor with '.join(unlike)}; set `{degree}: 1`{in_place}, or remove what it does not go with"
-            )
-
-
-def _mtp_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of training a layer of multi-token prediction with engine, method and adapter."""
-    yield from lacked_feature(config.engine, "mtp_loss", f"mtp_loss_weight: {config.mtp_loss_weight:g}")
-    if not config.learning.is_likelihood:
+    """Yield conflicts of the engine with the training's options, and of these among each other."""
+    if config.adapter:
+        yield from adapter_errors(config.engine, config.adapter.used_options)
+    yield from feature_errors(config.engine, config.features())
+    if config.mtp_loss_weight and not config.learning.is_likelihood:
         yield (
             f"`mtp_loss_weight` does not go with `method: {config.method}`, whose loss is not over each next token; "
             "remove it, or train the layer in a stage of `method: sft`"
         )
-    if config.adapter:
-        yield (
-            "`mtp_loss_weight` does not go with `adapter`, which has no weights for the layer; remove it, or train all "
-            "weights"
-        )
+    yield from _part_errors(config)
 
 
 def _part_errors(config: TrainFields) -> Iterator[str]:
     """Yield why a recipe may not freeze these parts of its model, or let them learn at rates of their own."""
     if len({*config.freeze}) == len(get_args(ModelPart)):
         yield "`freeze` names all parts of the model, so that nothing would learn; leave one out"
-    if config.adapter:
-        field = "freeze" if config.freeze else "part_learning_rates"
-        yield f"`{field}` has no effect with `adapter`, whose base is frozen; remove it"
     if both := [part for part in config.part_learning_rates.named if part in config.freeze]:
         yield f"`freeze` and `part_learning_rates` both name {both[0]}, which is frozen; remove it from one of them"
     for part, rate in config.part_learning_rates.named.items():
@@ -343,81 +281,19 @@ def _part_errors(config: TrainFields) -> Iterator[str]:
 
 def media_errors(config: TrainFields, media: str = "media") -> Iterator[str]:
     """Yield a sentence for each option with which no model is trained on rows with media. media: kinds, in words."""
-    yield from lacked_feature(config.engine, "pictures", f"rows with {media}")
-    adapter, untried = config.adapter, []
-    if adapter and adapter.base_precision in ("nf4", "int8"):
-        untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
-    if adapter and adapter.init == "eva":
-        untried.append("`adapter.init: eva`, whose start is measured on text")
-    options = {
-        f"layout.cp: {config.layout.cp}": config.layout.cp > 1,
-        "precision: fp8": config.precision == "fp8",
-        f"optimizer: {config.optimizer.name}": config.optimizer.name != "adamw",
-    }
-    untried += [f"`{name}`, which towers have not been tried with" for name, is_used in options.items() if is_used]
-    untried += _readers_of_text(config)
-    if config.mtp_loss_weight:
-        untried.append(f"`mtp_loss_weight`, which has not been tried with {media}")
-    if untried:
-        yield f"rows with {media} do not go with {'; nor with '.join(untried)}; remove it, or the rows' {media}"
-
-
-def _readers_of_text(config: TrainFields) -> Iterator[str]:
-    if config.learning.needs_score_head:
-        yield f"`method: {config.method}`, which reads text alone"
-    if config.teacher_server:
-        yield f"`{config.method}.teacher_server`, which is asked about text alone"
-
-
-def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
-    """Yield a sentence for each adapter option that the engine does not support."""
-    default = type(adapter)()
-    for name, value in adapter:
-        if value != getattr(default, name) and not RULES[engine].supports_adapter_option(name):
-            supporting = (other for other, rules in RULES.items() if rules.supports_adapter_option(name))
-            yield needs_other_engine(f"adapter.{name}: {json.dumps(value)}", engine, " or ".join(supporting))
-
-
-def _other_optimizer_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of an optimizer that updates whole matrices (Muon) with engine, adapter and CPU offload."""
-    optimizer = f"optimizer.name: {config.optimizer.name}"
-    yield from lacked_feature(config.engine, "muon", optimizer)
-    if config.adapter:
-        yield (
-            f"`{optimizer}` orthogonalises whole matrices, and an adapter has factors of them; remove `adapter`, or "
-            "say `optimizer.name: adamw`"
-        )
-    if config.layout.cpu_offload:
-        yield (
-            f"`{optimizer}` gathers matrices on the device, and `layout.cpu_offload` has them in host memory; change "
-            "either"
-        )
-
-
-def _adamw_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of AdamW's low-precision options with other options."""
-    default = OptimizerConfig()
-    for name in LOW_PRECISION:
-        if getattr(config.optimizer, name) != getattr(default, name):
-            yield from lacked_feature(config.engine, "fewer_bits_adamw", f"optimizer.{name}")
-    if not config.optimizer.bf16_stochastic_round:
-        return
-    if config.precision != "bf16":
-        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {config.precision}; change either"
-    if config.adapter:
-        yield "`optimizer.bf16_stochastic_round` is for whole models, and an `adapter` learns in fp32; remove either"
-    if config.layout.accumulate == "sharded":
-        yield (
-            "`optimizer.bf16_stochastic_round` keeps sharded gradients in bf16, and `layout.accumulate: sharded` would "
-            "sum them in bf16; say `accumulate: whole`"
-        )
+    features = {**config.features(), "media": f"data with {media}"}
+    yield from feature_errors(config.engine, features)
+    yield from _refusals(config, features)
 
 
 def layout_problems(config: TrainFields) -> Iterator[str]:
     """Yield conflicts of the recipe's parallel layout with engine, other options, batch size or number of processes."""
+    yield from _refusals(config, config.features())
+
+
+def _refusals(config: TrainFields, features: Features) -> Iterator[str]:
     if not isinstance(config.layout, AutoLayout):
-        yield from layout_errors(config.engine, config.layout, config.constraints)
-        yield from () if RULES[config.engine].has("splits_all") else _split_errors(config)
+        yield from refusals(config.engine, config.layout, config.constraints, features)
 
 
 def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.rollouts import NOT_LEARNED_FROM
 from stages.parallel.layout import EngineName, Layout
+from stages.parallel.legality import is_legal
 
 LAYOUT_PROBLEM = "layout"
 """Type name of pydantic's validation errors about a parallel layout, so that code can recognise them."""
@@ -121,7 +122,9 @@ class TrainConfig(TrainFields):
 
     def allows(self, engine: EngineName, layout: Layout) -> bool:
         """Return whether the other fields go with a parallel layout of an engine."""
-        return not any(checks.layout_problems(self.model_copy(update={"engine": engine, "layout": layout})))
+        other = self.model_copy(update={"engine": engine, "layout": layout})
+        goes = is_legal(engine, layout, other.constraints, None, self.features())
+        return goes and not any(checks.engine_errors(other))
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:

@@ -14,7 +14,14 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import ModelOrAdapterReference, ModelReference
 from stages.core.fields import AddedLater, NonNegativeFp32, Product
 from stages.data.config import DataConfig
-from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, MediaSettings
+from stages.engines.settings import (
+    AdamSettings,
+    EngineSettings,
+    Fp8Recipe,
+    LowPrecisionSettings,
+    MediaSettings,
+    MuonSettings,
+)
 from stages.kinds.train.blocks import (
     BatchSize,
     Denominator,
@@ -30,6 +37,8 @@ from stages.kinds.train.blocks import (
 from stages.kinds.train.methods.options import MethodFields, MethodName
 from stages.models.media import TOWERS, ModelPart
 from stages.models.picture_bounds import PictureBounds
+from stages.models.shape import ModelShape
+from stages.parallel.engines.rules import Feature
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
 from stages.planner.workload import ColocatedServer, RowMedia, Workload
 
@@ -169,10 +178,24 @@ class TrainFields(MethodFields):
             frozen=self.freeze,
             freezes_routers=self.moe.freeze_router,
             even_rows=self._has_even_rows,
+            packs=bool(self.data.packing),
             # Until rows are prepared, each is planned for as if it had the most.
             media=tuple(RowMedia(most, most, part=part) for part in TOWERS) if (most := self.data.max_patches) else (),
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    def features(self, shape: ModelShape | None = None) -> dict[Feature, str]:
+        """Return the features that the training uses, as the recipe asks for them; see `Workload.features`."""
+        used = self.workload.features(shape)
+        if self.optimizer.in_fewer_bits:
+            used["fewer_bits_adamw"] = f"`optimizer.{self.optimizer.in_fewer_bits[0]}`"
+        if self.fp8_recipe != "tensorwise":
+            used["rowwise_fp8"] = f"`fp8_recipe: {self.fp8_recipe}`"
+        if self.teacher_server:
+            used["teacher_server"] = f"`{self.method}.teacher_server`"
+        if self.part_learning_rates.named and not self.freeze:
+            used["frozen_parts"] = "`part_learning_rates`"
+        return used
 
     @property
     def _packed_rows(self) -> int:
@@ -227,6 +250,7 @@ class TrainFields(MethodFields):
 
     @property
     def engine_settings(self) -> EngineSettings:
+        of_optimizer = self.optimizer.settings
         return EngineSettings(
             layout=self.layout,
             precision=self.precision,
@@ -243,9 +267,9 @@ class TrainFields(MethodFields):
             trust_remote_code=self.trust_remote_code,
             adapter=self.adapter,
             has_score_head=self.learning.needs_score_head,
-            muon=self.optimizer.muon,
+            muon=of_optimizer if isinstance(of_optimizer, MuonSettings) else None,
             moe=self.moe.settings,
-            low_precision=self.optimizer.low_precision,
+            low_precision=of_optimizer if isinstance(of_optimizer, LowPrecisionSettings) else LowPrecisionSettings(),
             fp8_recipe=self.fp8_recipe,
             mtp_loss_weight=self.mtp_loss_weight,
             replays_experts=self.rollouts is not None and self.rollouts.replay_experts,

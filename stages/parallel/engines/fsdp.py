@@ -8,7 +8,7 @@ from typing import ClassVar
 from stages.core.shipped import shipped
 from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
 from stages.models.shape import ModelShape
-from stages.parallel.engines.rules import EngineRules, Feature, nearest_divisor
+from stages.parallel.engines.rules import APART, EngineRules, Feature
 from stages.parallel.layout import Layout, RunConstraints
 
 
@@ -19,20 +19,27 @@ class FsdpRules(EngineRules):
     factors = ("dp_replicate", "dp_shard")
     own_fields = ("tp", "cp", "ep", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
 
-    lacks: ClassVar[Mapping[Feature, str]] = {"splits_all": ""}
+    apart: ClassVar[Mapping[Feature, Mapping[Feature, str]]] = {
+        **APART,
+        "tp": dict.fromkeys(("fp8", "mtp_loss", "score_head", "quantized_base", "eva"), ""),
+        "cp": dict.fromkeys(("fp8", "mtp_loss", "score_head", "media"), ""),
+        "ep": {
+            **dict.fromkeys(("fp8", "mtp_loss", "score_head", "compile"), ""),
+            "adapted_experts": ", which `adapter.exclude_modules` leaves out",
+        },
+    }
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         if layout.optimizer_shards % layout.ep:
             yield (
                 f"layout: ep {layout.ep} does not divide dp_shard {layout.dp_shard} × cp {layout.cp} = "
-                f"{layout.optimizer_shards} processes, over which experts are spread; the nearest that does: "
-                f"ep {nearest_divisor(layout.ep, layout.optimizer_shards)}"
+                f"{layout.optimizer_shards} processes, over which experts are spread"
             )
 
         if layout.cp > constraints.sequence_length:
             yield (
                 f"layout: cp {layout.cp} leaves processes without any of the {constraints.sequence_length} tokens of a "
-                f"row (`data.sequence_length`); the nearest that does not: cp {constraints.sequence_length}"
+                "row (`data.sequence_length`)"
             )
 
     def refuses_replay(self, layout: Layout) -> str | None:
@@ -71,17 +78,12 @@ def _heads(shape: ModelShape) -> set[int]:
 
 def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why the model's matrices cannot be split over `tp` processes."""
+    plan = f"plan of tensor parallelism for {shape.family}"
     if not shape.has_split_plan:
-        yield (
-            f"layout: tp {layout.tp}, but Transformers has no plan of tensor parallelism for {shape.family}; set "
-            f"`tp: 1`, and `dp_shard: {layout.dp_shard * layout.tp}`"
-        )
+        yield f"layout: tp {layout.tp}, but Transformers has no {plan}"
         return
     if shape.family in WRONG_PLANS:
-        yield (
-            f"layout: tp {layout.tp}, but Transformers' plan of tensor parallelism for {shape.family} does not compute "
-            f"what the whole model does; set `tp: 1`, and `dp_shard: {layout.dp_shard * layout.tp}`"
-        )
+        yield f"layout: tp {layout.tp}, but Transformers' {plan} does not compute what the whole model does"
         return
     kv_heads = {one.num_kv_heads for kind in shape.kinds for one in kind.attention} or {shape.num_kv_heads}
     sizes = [
@@ -90,41 +92,27 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
         (shape.vocab_size, "entries of the vocabulary"),
     ]
     if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
-        yield (
-            f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}; the nearest that does: "
-            f"tp {nearest_divisor(layout.tp, *(number for number, _ in sizes))}"
-        )
+        yield f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}"
 
 
 def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why `cp` processes cannot share the model's tokens: something but attention runs along them."""
+    shares = f"layout: cp {layout.cp} shares the tokens of a document, but"
     if shape.family in IN_ROWS:
-        yield (
-            f"layout: cp {layout.cp} shares the tokens of a document, but documents of {shape.family} train as rows of "
-            f"their own; set `cp: 1`, and `dp_shard: {layout.optimizer_shards}`"
-        )
+        yield f"{shares} documents of {shape.family} train as rows of their own"
     elif stateful := [kind for kind in shape.kinds if not kind.attention or shape.family in WITH_STATES_BESIDE]:
         layers = ", ".join(str(layer) for layer in sorted(layer for kind in stateful for layer in kind.layers)[:5])
-        yield (
-            f"layout: cp {layout.cp} shares the tokens of a document, but layers of {shape.family} ({layers}) carry "
-            f"a state along them; set `cp: 1`, and `dp_shard: {layout.optimizer_shards}`"
-        )
+        yield f"{shares} layers of {shape.family} ({layers}) carry a state along them"
 
 
 def _expert_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why the model's experts cannot be spread over `ep` processes."""
     if not shape.num_experts:
-        yield (
-            f"layout: ep {layout.ep} spreads experts, but {shape.family} has none; set `ep: 1`, and keep dp_shard "
-            f"{layout.dp_shard}"
-        )
+        yield f"layout: ep {layout.ep} spreads experts, but {shape.family} has none"
     elif any(kind.experts_computed > kind.experts_per_token for kind in shape.kinds):
         yield (
             f"layout: ep {layout.ep} sends tokens to the experts that they chose, but {shape.family} computes all "
-            f"experts for each token; set `ep: 1`, and keep dp_shard {layout.dp_shard}"
+            "experts for each token"
         )
     elif shape.num_experts % layout.ep:
-        yield (
-            f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts; the nearest that does: "
-            f"ep {nearest_divisor(layout.ep, math.gcd(shape.num_experts, layout.optimizer_shards))}"
-        )
+        yield f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts"

@@ -4,7 +4,6 @@ Errors are layouts that it cannot run, warnings those that are rarely wise.
 """
 
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from stages.core.errors import ModelError
 from stages.core.shipped import shipped
 from stages.models.facts import ModelFacts, rotates_by_length
 from stages.models.shape import ModelShape
-from stages.parallel.engines.rules import EngineRules, Feature, nearest_divisor
+from stages.parallel.engines.rules import EngineRules, Features
 from stages.parallel.layout import Layout, RunConstraints
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -32,7 +31,7 @@ class MegatronRules(EngineRules):
     name = "megatron"
     factors = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     own_fields = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
-    lacks: ClassVar[Mapping[Feature, str]] = {
+    lacks: ClassVar[Features] = {
         "muon": "",
         "fewer_bits_adamw": ", which has it with Transformer Engine's optimizer only",
         "rowwise_fp8": ", which has one scale a tensor",
@@ -40,7 +39,7 @@ class MegatronRules(EngineRules):
         "second_model": "",
         "activation_offload": "",
         "mtp_loss": "",
-        "pictures": ", which builds the text part of a model alone",
+        "media": ", which builds the text part of a model alone",
     }
     adapter_options = frozenset(
         {
@@ -191,8 +190,7 @@ def _expert_processes(layout: Layout) -> Iterator[str]:
         yield (
             f"layout: ep {layout.ep} × etp {layout.etp} = {layout.ep * layout.etp} does not divide the {processes} "
             f"processes of a pipeline stage (dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × tp "
-            f"{layout.tp} × cp {layout.cp}), over which experts are spread; the nearest that does: ep "
-            f"{nearest_divisor(layout.ep, processes // math.gcd(processes, layout.etp))}"
+            f"{layout.tp} × cp {layout.cp}), over which experts are spread"
         )
     elif layout.optimizer_shards > 1 and processes // (layout.ep * layout.etp) % layout.dp_replicate:
         yield (
@@ -206,29 +204,23 @@ def _expert_processes(layout: Layout) -> Iterator[str]:
 def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:
     tp, kv_heads = layout.tp, shape.num_kv_heads
     if shape.num_heads % tp:
-        yield (
-            f"layout: tp {tp} does not divide the model's {shape.num_heads} attention heads; the nearest that does: "
-            f"tp {nearest_divisor(tp, shape.num_heads, kv_heads)}"
-        )
+        yield (f"layout: tp {tp} does not divide the model's {shape.num_heads} attention heads")
     elif kv_heads % tp and tp % kv_heads:
         yield (
             f"layout: tp {tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them, so "
-            f"they can be neither spread nor copied evenly; the nearest that does: tp {nearest_divisor(tp, kv_heads)}"
+            "they can be neither spread nor copied evenly"
         )
     # A model of mixture layers alone has no dense feed-forward width to divide.
     dense = shape.num_layers > shape.num_mixture_layers
     if dense and shape.ffn_size % tp:
-        yield (
-            f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}; the nearest that does: "
-            f"tp {nearest_divisor(tp, shape.ffn_size, shape.num_heads, kv_heads)}"
-        )
+        yield (f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}")
 
 
 def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if layout.pp * layout.vpp > shape.num_layers:
         yield (
             f"layout: pp {layout.pp} × vpp {layout.vpp} = {layout.pp * layout.vpp} chunks of layers, but the model has "
-            f"only {shape.num_layers} layers; the nearest that it has: pp {max(1, shape.num_layers // layout.vpp)}"
+            f"only {shape.num_layers} layers"
         )
 
 
@@ -243,15 +235,9 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if shape.experts_per_token == 1 and shape.router_normalizes:
         yield "layout: the router weighs its one expert by 1, which Megatron-core cannot train; use engine: fsdp"
     if shape.num_experts % layout.ep:
-        yield (
-            f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts; the nearest that does: "
-            f"ep {nearest_divisor(layout.ep, shape.num_experts)}"
-        )
+        yield (f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts")
     if shape.expert_ffn_size % layout.etp:
-        yield (
-            f"layout: etp {layout.etp} does not divide the width {shape.expert_ffn_size} of the model's experts; the "
-            f"nearest that does: etp {nearest_divisor(layout.etp, shape.expert_ffn_size)}"
-        )
+        yield (f"layout: etp {layout.etp} does not divide the width {shape.expert_ffn_size} of the model's experts")
     if layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout: with experts, tp {layout.tp} needs sequence_parallel: true (Megatron-core trains no other way)"
 

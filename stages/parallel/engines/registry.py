@@ -24,5 +24,5 @@ def lacked_feature(engine: EngineName, feature: Feature, option: str) -> list[st
 
 
 def needs_other_engine(option: str, engine: EngineName, engines: str, why: str = "") -> str:
-    """Return the error for a recipe option that only other engines support."""
-    return f"`{option}` needs `engine: {engines}`, found {engine}{why}; change either"
+    """Return the error for a recipe option, such as "`precision: fp8`", that only other engines support."""
+    return f"{option} needs `engine: {engines}`, found {engine}{why}; change either"

@@ -14,19 +14,53 @@ from stages.parallel.layout import EngineName, Layout, RunConstraints
 Feature = Literal[
     "muon",
     "fewer_bits_adamw",
+    "stochastic_rounding",
+    "fp8",
+    "fp32",
     "rowwise_fp8",
     "score_head",
     "second_model",
-    "activation_offload",
+    "teacher_server",
     "mtp_loss",
-    "pictures",
-    "splits_all",
+    "media",
+    "unpacked_rows",
+    "frozen_parts",
+    "frozen_routers",
+    "adapter",
+    "adapted_experts",
+    "quantized_base",
+    "eva",
+    "tp",
+    "cp",
+    "ep",
+    "compile",
+    "cpu_offload",
+    "activation_offload",
+    "sharded_gradients",
 ]
-
-
-def nearest_divisor(degree: int, *numbers: int) -> int:
-    """Return the largest degree, up to the given one, that divides the numbers."""
-    return next(one for one in range(degree, 0, -1) if not any(number % one for number in numbers))
+"""Options of a recipe that an engine may lack, or that do not go with others; those from `tp` on are of its layout."""
+Features = Mapping[Feature, str]
+"""Features that a training uses, each as its recipe asks for it: "`precision: fp8`"."""
+UNTRIED = ", with which it has not been tried"
+APART: Mapping[Feature, Mapping[Feature, str]] = {
+    "muon": {"adapter": ", whose factors are no whole matrices to orthogonalise", "media": UNTRIED},
+    "fp8": {"media": UNTRIED},
+    "quantized_base": {"media": ", whose tower it would quantize, too"},
+    "eva": {"media": ", since its start is measured on text"},
+    "score_head": {"adapter": ", since it trains whole models only", "media": ", since it reads text alone"},
+    "teacher_server": {"media": ", since it is asked about text alone"},
+    "mtp_loss": {"adapter": ", which has no weights for the layer", "media": UNTRIED},
+    "frozen_parts": {"adapter": ", whose base is frozen"},
+    "frozen_routers": {"adapter": ", whose base is frozen; leave them out of it by `adapter.exclude_modules`"},
+    "stochastic_rounding": {
+        "adapter": ", which learns in fp32",
+        **dict.fromkeys(("fp8", "fp32"), "; it needs `precision: bf16`"),
+    },
+    "cpu_offload": {"muon": ", which gathers matrices on the device"},
+    "compile": {"unpacked_rows": ", of which each has its own length: layers would be compiled again for each"},
+    "sharded_gradients": {"stochastic_rounding": ", which would sum them in bf16"},
+}
+"""Features that do not go with others, with the end of an error message; read by `stages.parallel.legality`."""
 
 
 class EngineRules:
@@ -37,8 +71,10 @@ class EngineRules:
     """Names of the parallel degrees whose product is the number of processes."""
     own_fields: ClassVar[tuple[str, ...]]
     """Layout fields that this engine supports and at least one other engine does not."""
-    lacks: ClassVar[Mapping[Feature, str]] = {}
+    lacks: ClassVar[Features] = {}
     """Features that the engine lacks, each with the end of an error message that may name a substitute or be empty."""
+    apart: ClassVar[Mapping[Feature, Mapping[Feature, str]]] = APART
+    """Features that do not go with others, of this engine; those of a layout come first, as keys."""
     adapter_options: ClassVar[frozenset[str] | None] = None
     """Names of the `adapter:` options that the engine supports. None means all, also options added later."""
     builds_from_shape: ClassVar[bool] = False

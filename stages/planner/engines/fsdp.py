@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from stages.models.linear_layers import linear_layers, stacked_parameters
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, merged_experts, saved_parameters
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, saved_parameters
 from stages.planner.compilation import not_compiled
 from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.towers import frozen_parts, layers_of_towers
-from stages.planner.workload import ProgramTraits, Workload
+from stages.planner.workload import ProgramTraits
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 
@@ -272,14 +272,11 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
     Left out are those that span nodes, and `cp` that does not divide the attention heads of a process.
     """
     shape, workload = request.shape, request.workload
-    most = min(request.num_gpus, request.hardware.gpus_per_node)
+    # Of models that see, the rig has found no good prediction where their matrices are split.
+    most = 1 if workload.media else min(request.num_gpus, request.hardware.gpus_per_node)
     heads = {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
-    is_tried = _is_tried(workload)
-    adapter = workload.adapter
-    is_whole = adapter is not None and (adapter.is_quantized or adapter.init == "eva")
-    most_tp = most if is_tried and not is_whole else 1
-    most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK) if is_tried else 1
-    for tp in _powers_of_two(most_tp):
+    most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK)
+    for tp in _powers_of_two(most):
         for cp in _powers_of_two(min(most_cp, most // tp)):
             if cp == 1 or all(number % (tp * cp) == 0 for number in heads):
                 yield {"tp": tp, "cp": cp}
@@ -287,19 +284,10 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
 
 def _spreads(request: SearchRequest, num_ranks: int, tp: int) -> Iterator[int]:
     """Yield the degrees worth searching by which experts are spread over ranks of a node, 1 first."""
-    shape, adapter = request.shape, request.workload.adapter
-    adapts_experts = bool(adapter and merged_experts(shape, adapter))
     most = min(num_ranks, request.hardware.gpus_per_node // tp)
-    can = shape.num_experts and _is_tried(request.workload) and not adapts_experts
-    for ep in _powers_of_two(most if can else 1):
+    for ep in _powers_of_two(most if request.shape.num_experts and not request.workload.media else 1):
         if num_ranks % ep == 0:
             yield ep
-
-
-def _is_tried(workload: Workload) -> bool:
-    """Return whether degrees other than data parallelism go with the precision, the losses and the rows."""
-    unlike = workload.predicts_ahead or workload.scores_documents or workload.media
-    return workload.precision != "fp8" and not unlike
 
 
 def _powers_of_two(most: int) -> list[int]:

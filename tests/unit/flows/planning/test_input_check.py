@@ -105,11 +105,12 @@ def test_what_is_sound_is_planned_without_a_word(planned) -> None:
         ({"method": "kto", **of_rows("pairs")}, "These are preference pairs: `method: dpo`"),
         (
             {**of_rows("seen"), "engine": "megatron"},
-            "stages.sft.data.dataset: the rows have media: `rows with media` needs `engine: fsdp`",
+            "stages.sft.data.dataset: the rows have media: data with media needs `engine: fsdp`",
         ),
         (
             {**of_rows("seen"), "optimizer": {"name": "muon"}},
-            "stages.sft.data.dataset: the rows have media: rows with media do not go with `optimizer: muon`",
+            "stages.sft.data.dataset: the rows have media: `optimizer.name: muon` with `engine: fsdp` does not go "
+            "with data with media",
         ),
         (of_rows("chats", evaluation_split="test"), "stages.sft.data.evaluation_split: no files of the split 'test'"),
         (

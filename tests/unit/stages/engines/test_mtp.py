@@ -195,7 +195,7 @@ def test_other_forms_and_no_layer_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"engine": "megatron"}, "`mtp_loss_weight: 0.3` needs `engine: fsdp`, found megatron"),
+        ({"engine": "megatron"}, "`mtp_loss_weight` needs `engine: fsdp`, found megatron"),
         ({"method": "dpo"}, "does not go with `method: dpo`, whose loss is not over each next token"),
         ({"adapter": {}}, "does not go with `adapter`, which has no weights for the layer"),
     ],

@@ -81,8 +81,9 @@ def test_what_shared_tokens_or_matrices_have_not_been_tried_with_is_refused_by_n
 
 
 def test_pictures_are_refused_where_tokens_are_shared():
-    (problem,) = media_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
-    assert "rows with media do not go with `layout.cp: 2`" in problem
+    problem, nearest = media_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
+    assert problem == "`layout.cp: 2` with `engine: fsdp` does not go with data with media"
+    assert nearest == "set `dp_shard: 2` and `cp: 1`, the nearest layout that works"
 
 
 def test_adapters_of_spread_experts_are_refused_before_a_start_by_name():
@@ -95,8 +96,8 @@ def test_adapters_of_spread_experts_are_refused_before_a_start_by_name():
         config = make_config(layout=layout, adapter={"rank": 4, "target_modules": targets})
         errors = [str(one) for field, one in model_findings(config, lambda: model, None) if field == "layout"]
         assert len(errors) == number
-        assert all("ep 2 spreads experts" in one and "`adapter` means experts, too" in one for one in errors)
-        assert all("leave them out by `adapter.exclude_modules`" in one for one in errors)
+        assert all("ep: 2` with `engine: fsdp` does not go with `adapter` on experts" in one for one in errors)
+        assert all("which `adapter.exclude_modules` leaves out; set `ep: 1`, the nearest" in one for one in errors)
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():

@@ -11,7 +11,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.engines.megatron import bubble_fraction
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout, RunConstraints
-from stages.parallel.legality import is_legal, layout_errors
+from stages.parallel.legality import is_legal, layout_errors, refusals
 
 ROOT = Path(__file__).parents[4]
 DENSE = ModelShape(
@@ -24,8 +24,8 @@ MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2,
 def problems(engine="megatron", *, shape=DENSE, sequence=512, rows=64, nodes=1, processes=None, **degrees):
     layout = Layout(**degrees)
     constraints = RunConstraints(nodes, (processes or layout.world_size) // nodes, sequence, rows)
-    errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
-    assert is_legal(engine, layout, constraints, shape) == (not errors)
+    errors = refusals(engine, layout, constraints, {}, shape)
+    assert is_legal(engine, layout, constraints, shape, {}) == (not errors)
     return errors, list(RULES[engine].layout_warnings(layout, constraints, shape))
 
 
@@ -79,10 +79,14 @@ ILLEGAL = [
         {"tp": 2, "pp": 2, "cp": 2, "processes": 4},
         [
             "dp_replicate 1 × dp_shard 1 × tp 2 × pp 2 × cp 2 = 8 processes",
-            "starts 4 (1 node × 4); 8 × any dp_shard is none",
+            "starts 4 (1 node × 4)",
+            "set `tp: 1`, the nearest",
         ],
     ),
-    ({"tp": 2, "processes": 4}, ["tp 2 × pp 1 × cp 1 = 2 processes", "starts 4", "`dp_shard: 2` makes as many"]),
+    (
+        {"tp": 2, "processes": 4},
+        ["tp 2 × pp 1 × cp 1 = 2 processes", "starts 4", "set `dp_shard: 2`, the nearest layout that works"],
+    ),
     (
         {"dp_shard": 3, "micro_batch_size": 2},
         ["64", "micro_batch_size 2 × dp_replicate 1 × dp_shard 3 = 6", "the nearest that is: 66"],
@@ -94,43 +98,49 @@ ILLEGAL = [
     ({"recompute": "offload"}, ["`layout.recompute: offload`", "`engine: fsdp`", "found megatron"]),
     (
         {"engine": "fsdp", "tp": 3, "dp_shard": 1},
-        ["tp 3 does not divide the model's", "key/value heads", "the nearest that does: tp "],
+        ["tp 3 does not divide the model's", "key/value heads", "no smaller degrees make 3 processes"],
     ),
     ({"engine": "fsdp", "tp": 2, "etp": 2}, ["etp 2", "`engine: megatron`", "the engine is fsdp"]),
-    ({"engine": "fsdp", "ep": 2, "dp_shard": 2}, ["ep 2", "llama has none", "set `ep: 1`, and keep dp_shard 2"]),
+    (
+        {"engine": "fsdp", "ep": 2, "dp_shard": 2},
+        ["ep 2", "llama has none", "set `ep: 1`, the nearest layout that works"],
+    ),
     (
         {"engine": "fsdp", "ep": 4, "dp_shard": 4, "shape": MIXTURE},
-        ["ep 4", "6 experts", "the nearest that does: ep 2"],
+        ["ep 4", "6 experts", "set `ep: 2`"],
     ),
     (
         {"engine": "fsdp", "ep": 3, "dp_shard": 2, "cp": 2, "shape": MIXTURE},
-        ["ep 3 does not divide dp_shard 2 × cp 2 = 4 processes", "the nearest that does: ep 2"],
+        ["ep 3 does not divide dp_shard 2 × cp 2 = 4 processes", "set `ep: 2`"],
     ),
     (
         {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", has_split_plan=False)},
-        ["tp 2, but Transformers has no plan of tensor parallelism for lfm2", "set `tp: 1`, and `dp_shard: 4`"],
+        ["tp 2, but Transformers has no plan of tensor parallelism for lfm2", "set `dp_shard: 4` and `tp: 1`"],
     ),
     (
         {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="apertus")},
-        ["plan of tensor parallelism for apertus does not compute what", "set `tp: 1`, and `dp_shard: 4`"],
+        ["plan of tensor parallelism for apertus does not compute what", "set `dp_shard: 4` and `tp: 1`"],
     ),
     (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="nemotron")},
-        ["cp 2", "documents of nemotron train as rows of their own", "set `cp: 1`, and `dp_shard: 4`"],
+        ["cp 2", "documents of nemotron train as rows of their own", "set `dp_shard: 4` and `cp: 1`"],
     ),
-    ({"engine": "fsdp", "cp": 8, "sequence": 4}, ["cp 8 leaves processes without any of the 4 tokens", "cp 4"]),
+    (
+        {"engine": "fsdp", "cp": 8, "sequence": 4},
+        ["cp 8 leaves processes without any of the 4 tokens", "set `dp_shard: 2` and `cp: 4`"],
+    ),
     (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
-        ["cp 2", "layers of lfm2 (0) carry a state", "set `cp: 1`, and `dp_shard: 4`"],
+        ["cp 2", "layers of lfm2 (0) carry a state", "set `dp_shard: 4` and `cp: 1`"],
     ),
 ]
 
 
 @pytest.mark.parametrize(("case", "parts"), ILLEGAL)
 def test_what_the_engine_cannot_do_is_an_error_that_names_the_factors(case, parts):
-    errors, _ = problems(**case)
-    assert len(errors) == 1
-    assert [part for part in parts if part not in errors[0]] == []
+    (error, nearest), _ = problems(**case)
+    assert [part for part in parts if part not in f"{error}; {nearest}"] == []
+    assert nearest.endswith(("the nearest layout that works", "change their number, or the batch"))
 
 
 UNWISE = [
@@ -155,8 +165,8 @@ def test_what_is_seldom_wise_is_a_warning_that_says_why(case, parts):
 
 def test_without_a_model_only_what_needs_none_is_checked():
     constraints = RunConstraints(1, 3, 512, 64)
-    assert list(layout_errors("megatron", Layout(tp=3), constraints)) == []
-    assert len(list(layout_errors("megatron", Layout(tp=3, vpp=2), constraints))) == 1
+    assert list(layout_errors("megatron", Layout(tp=3), constraints, {})) == []
+    assert len(list(layout_errors("megatron", Layout(tp=3, vpp=2), constraints, {}))) == 1
 
 
 def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():

@@ -30,7 +30,7 @@ def found():
 
 def test_all_ranked_are_legal_and_in_order(found):
     result = found
-    assert all(is_legal(one.engine, one.layout, SMALL.constraints, SMALL.shape) for one in result.fitting)
+    assert all(is_legal(one.engine, one.layout, SMALL.constraints, SMALL.shape, {}) for one in result.fitting)
     times = [one.time.mean_step_s for one in result.fitting]
     assert times == sorted(times)
     assert all(one.memory.peak_gib <= A100.memory_gib for one in result.fitting)

@@ -350,3 +350,11 @@ def test_data_parallel_time_is_that_of_the_volumes_over_their_own_groups(degrees
     times = {"all-reduce": network.all_reduce_s, "all-gather": network.gather_s, "reduce-scatter": network.gather_s}
     carried = costs.data_parallel_traffic(case, stage)
     assert found == pytest.approx(sum(times[one.kind](exact, one.group, one.num_bytes) for one in carried))
+
+
+def test_layers_without_spread_experts_wait_for_one_gathering():
+    slow, costs = replace(H100, intra_node_latency_s=1.0), COSTS["fsdp"]
+    layout, (stage,) = Layout(dp_shard=8, reshard_after_forward=False), pipeline_stages(LLAMA.num_layers, 1)
+    case = TimedCase(LLAMA, costs, layout, WORK, costs.program(layout), slow)
+    layer = layer_time(case.work, case.software, slow)
+    assert costs.forward_gather_s(case, stage, layer) == pytest.approx(1, rel=0.1)

@@ -8,9 +8,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.kinds.train.check import adapter_problems
-from stages.kinds.train.checks import adapter_errors
 from stages.kinds.train.config import TrainConfig
 from stages.parallel.engines.megatron import MegatronRules
+from stages.parallel.legality import adapter_errors
 
 SIZES = {
     "vocab_size": 32,
@@ -113,9 +113,9 @@ def test_an_option_that_is_added_later_is_refused_by_name():
     class Later(AdapterConfig):
         new: float = 1.0
 
-    assert not list(adapter_errors("megatron", Later()))
-    assert not list(adapter_errors("fsdp", Later(new=2)))
-    assert list(adapter_errors("megatron", Later(new=2))) == [
+    assert not list(adapter_errors("megatron", Later().used_options))
+    assert not list(adapter_errors("fsdp", Later(new=2).used_options))
+    assert list(adapter_errors("megatron", Later(new=2).used_options)) == [
         "`adapter.new: 2.0` needs `engine: fsdp`, found megatron; change either"
     ]
 

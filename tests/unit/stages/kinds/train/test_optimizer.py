@@ -23,8 +23,11 @@ IN_BF16 = {"bf16_stochastic_round": True}
     ("fields", "said"),
     [
         ({"engine": "megatron"}, "`optimizer.name: muon` needs `engine: fsdp`, found megatron"),
-        ({"adapter": {}}, "remove `adapter`, or say `optimizer.name: adamw`"),
-        ({"layout": {"cpu_offload": True}}, "`layout.cpu_offload`"),
+        ({"adapter": {}}, "`optimizer.name: muon` .* `adapter`, whose factors are no whole matrices"),
+        (
+            {"layout": {"cpu_offload": True}},
+            "`layout.cpu_offload` .* gathers matrices on the device; set `cpu_offload: f",
+        ),
     ],
     ids=["engine", "adapter", "offload"],
 )
@@ -37,9 +40,13 @@ def test_what_does_not_go_with_muon_is_refused(fields, said):
     ("optimizer", "fields", "said"),
     [
         ({"exp_avg_dtype": "bf16"}, {"engine": "megatron"}, "`optimizer.exp_avg_dtype` needs `engine: fsdp`"),
-        (IN_BF16, {"precision": "fp32"}, "needs `precision: bf16`, found fp32"),
-        (IN_BF16, {"adapter": {}}, "an `adapter` learns in fp32"),
-        (IN_BF16, {"layout": {"accumulate": "sharded"}}, "say `accumulate: whole`"),
+        (IN_BF16, {"precision": "fp32"}, "`optimizer.bf16_stochastic_round` .* does not go with `precision: fp32`"),
+        (IN_BF16, {"adapter": {}}, "does not go with `adapter`, which learns in fp32"),
+        (
+            IN_BF16,
+            {"layout": {"accumulate": "sharded"}},
+            '`layout.accumulate: sharded` .* in bf16; set `accumulate: "auto"`',
+        ),
     ],
     ids=["engine", "precision", "adapter", "accumulate"],
 )

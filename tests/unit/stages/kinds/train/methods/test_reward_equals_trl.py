@@ -80,7 +80,7 @@ TRAINING = {
     ("fields", "message"),
     [
         ({"engine": "megatron"}, "`method: reward` needs `engine: fsdp`"),
-        ({"adapter": {}}, "`method: reward` trains whole models only; remove `adapter`"),
+        ({"adapter": {}}, "`method: reward` .* `adapter`, since it trains whole models only; change either"),
         ({"reward": {"center_rewards_coefficient": 0}}, "greater than 0"),
     ],
 )

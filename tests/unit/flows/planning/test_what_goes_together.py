@@ -1,0 +1,131 @@
+"""All that refuse a layout read one table: a plan, the search, `lifecycle layouts` and the start say the same of it.
+
+`stages.parallel.engines.rules.APART` and the engines' own rows are the table.
+"""
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from flows.planning.layout_advice import explained
+from stages.core.contract import ModelAtHand, StageContext
+from stages.core.errors import LayoutError
+from stages.kinds.train.at_hand import model_findings
+from stages.kinds.train.check_model import check_model
+from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.parallel.engines.registry import RULES
+from stages.parallel.engines.rules import Feature
+from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.legality import layout_features
+from stages.planner.costs import SearchRequest
+from stages.planner.hardware import HARDWARE
+from stages.planner.search import legal_layouts
+from tests.train_stage import make_config
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 4096,
+}
+DATA = {"dataset": "problems", "sequence_length": 2048}
+ATTENTION = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+OPTIONS = {
+    "fp8": {"precision": "fp8"},
+    "fp32": {"precision": "fp32"},
+    "rowwise_fp8": {"precision": "fp8", "fp8_recipe": "rowwise"},
+    "muon": {"optimizer": {"name": "muon"}},
+    "fewer_bits_adamw": {"optimizer": {"exp_avg_dtype": "bf16"}},
+    "stochastic_rounding": {"optimizer": {"bf16_stochastic_round": True}},
+    "score_head": {"method": "reward", "data": {**DATA, "dataset": "preferences"}},
+    "mtp_loss": {"mtp_loss_weight": 0.1},
+    "media": {"data": {**DATA, "max_patches": 100}},
+    "unpacked_rows": {"data": {**DATA, "packing": False}},
+    "frozen_routers": {"moe": {"freeze_router": True}},
+    "adapter": {"adapter": ATTENTION},
+    "adapted_experts": {"adapter": {"rank": 4}},
+    "quantized_base": {"adapter": {**ATTENTION, "base_precision": "nf4"}},
+    "eva": {"adapter": {**ATTENTION, "init": "eva"}},
+}
+"""Fields of a recipe that use a feature."""
+LAYOUTS = {
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
+    "compile": {"dp_shard": 2, "compile": True},
+    "cpu_offload": {"dp_shard": 2, "cpu_offload": True, "recompute": "full"},
+    "sharded_gradients": {"dp_shard": 2, "accumulate": "sharded"},
+}
+NOT_SEARCHED = {"compile", "sharded_gradients"}
+"""Features that the search does not try with experts, or sets itself."""
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / CONFIG_FILE).write_text(json.dumps(MODEL))
+    return ModelFacts(folder)
+
+
+def config_of(option, **layout):
+    fields = {"data": DATA, "precision": "bf16", "global_batch_size": 8, "learning_rate": 1e-4, **OPTIONS[option]}
+    return make_config(**fields, layout=layout)
+
+
+@pytest.mark.parametrize(("choice", "option"), product(LAYOUTS, OPTIONS))
+def test_plan_search_layouts_and_start_agree(choice, option, facts, tmp_path):
+    fields = {"micro_batch_size": 1, **LAYOUTS[choice]}
+    layout, rules, shape = Layout(**fields), RULES["fsdp"], RULES["fsdp"].shape_of(facts)
+    config = config_of(option, dp_shard=2, micro_batch_size=1).model_copy(update={"layout": layout})
+    used = config.features(shape)
+    assert option in used and choice in layout_features(layout)
+    goes = not used.keys() & rules.apart.get(choice, {}).keys()
+
+    def plan():
+        planned = config_of(option, **fields)
+        for field, error in model_findings(planned, lambda: ModelAtHand("here", MODEL, None), None):
+            if field == "layout":
+                raise error
+
+    def look():
+        explained(request, describe_layout("fsdp", layout))
+
+    def start():
+        check_model(config, StageContext(tmp_path, "sft", "0" * 12, {}, {}, tmp_path), facts)
+
+    workload = replace(config.workload, sequence_length=2048)
+    request = SearchRequest(shape, workload, HARDWARE["h100-80gb"], 2, ("fsdp",))
+    for reader in (plan, look, start):
+        try:
+            reader()
+        except (ValidationError, LayoutError) as error:
+            assert not goes, (reader.__name__, str(error))
+            assert "does not go with" in str(error) and "the nearest layout that works" in str(error)
+        else:
+            assert goes, reader.__name__
+    found = [one for _, one in legal_layouts(request) if LAYOUTS[choice].items() <= one.model_dump().items()]
+    # The search leaves out more, such as split models that see, which the planner does not know well.
+    assert goes or not found
+    assert found or not goes or choice in NOT_SEARCHED or option == "media"
+
+
+def test_the_table_names_features_that_recipes_have():
+    known = {*get_args(Feature)}
+    for rules in RULES.values():
+        named = {one for feature, others in rules.apart.items() for one in (feature, *others)}
+        assert named | rules.lacks.keys() <= known
+        of_layout = {*LAYOUTS} & rules.apart.keys()
+        assert {one for feature in of_layout for one in rules.apart[feature]} <= {*OPTIONS, *LAYOUTS}
