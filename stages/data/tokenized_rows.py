@@ -3,35 +3,24 @@
 Files are cut into parts: JSON Lines at line ends, Parquet at row groups; a JSON list, CSV and compressed files are one
 part each. A part's digest depends on its content alone, so equal rows are found again in another file or place; that of
 a remote file is of the pointer and the position, since only the end of a Parquet file is read to know its parts.
-
-Each tokenizing process is a new interpreter (multiprocessing's `spawn`): a fork of this process would have its locks
-without its threads, and multiprocessing's `forkserver` stays for as long as training, and leaves a folder when this
-process is killed. They end when the process that started them does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from stages.core.cache import content_key, file_digest
-from stages.core.errors import DataError, ResourceError
+from stages.core.errors import DataError
 from stages.core.lines import counted
+from stages.core.worker_pool import num_processes, worked
 from stages.data.files import (
     JSON_LINES,
     LONGEST_LINE_BYTES,
@@ -66,11 +55,9 @@ PART_BYTES = 2 << 20
 """Size in bytes of parts of local files: JSON Lines up to the next line end, Parquet (uncompressed) a row group's."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
 """Size in bytes of parts of remote JSON Lines; larger, since a part's last line may fetch one more buffer."""
-MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
 """Smallest number of bytes to tokenize for which a further process is started, since starting takes a while."""
-PARTS_AHEAD = 4
-"""Number of file parts queued for each tokenizing process, so that none waits for work."""
+KEPT = "what is tokenized already is kept"
 
 
 class Reporter(Protocol):
@@ -139,14 +126,14 @@ class TokenizedRowsSource:
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
         """Tokenize those parts of data files whose tokens are not cached; yield each part once it is stored."""
-        processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
+        processes = min(num_processes(sum(part.num_bytes for part, _ in missing), BYTES_PER_PROCESS), len(missing))
         if processes <= 1:
             for data_part, key in missing:
                 rows = self._reported(data_part.part)
                 self._store.write(key, _of_unchanged(data_part, self.tokenizer.pieces(data_part.part, rows)))
                 yield data_part, key
             return
-        with closing(tokenize(self.tokenizer, self._kept, missing, processes)) as tokenized:
+        with closing(worked(_PartWork(self.tokenizer, self._kept), missing, processes, KEPT)) as tokenized:
             for (data_part, key), num_rows in tokenized:
                 self._num_rows += num_rows
                 self._say(data_part.part, data_part.part.place(num_rows))
@@ -217,90 +204,25 @@ class TokenizedRowsSource:
         return places, total
 
 
-def num_processes(num_bytes: int) -> int:
-    """Return how many processes should tokenize this many bytes: at most one per core of the stage."""
-    threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0))
-    if threads and threads.isdecimal():
-        cores = min(cores, int(threads) * ranks)  # the threads are of one rank
-    return max(1, min(cores, MAX_PROCESSES, num_bytes // BYTES_PER_PROCESS))
-
-
-def tokenize(
-    tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
-) -> Generator[tuple[KeyedPart, int]]:
-    """Tokenize file parts in several processes; yield each stored part, in order, with its number of rows.
-
-    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed.
-    """
-    context = multiprocessing.get_context("spawn")
-    # Children that are not the pool's, which has no public list of its own.
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, context, _begin, (tokenizer, store))
-    waiting: deque[tuple[KeyedPart, Future[int]]] = deque()
-    todo = iter(parts)
-    try:
-        while True:
-            # `todo` is an iterator: each round goes on where the last one stopped.
-            for keyed in todo:
-                waiting.append((keyed, pool.submit(_tokenize, *keyed)))
-                if len(waiting) >= PARTS_AHEAD * processes:
-                    break
-            if not waiting:
-                break
-            keyed, done = waiting.popleft()
-            # In the order of the parts, not in that of their ends.
-            yield keyed, done.result()
-    except BrokenProcessPool as error:
-        raise ResourceError(
-            "a process that tokenizes was killed, maybe because memory ran out; start again, what is tokenized already "
-            "is kept (`execution: {threads: 1}` takes the least memory)"
-        ) from error
-    finally:
-        if not waiting:
-            pool.shutdown()  # each process ends by itself, and what it has started for its templates with it
-        for process in set(multiprocessing.active_children()) - others:
-            process.kill()  # idle by now, or its work is no longer wanted
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 @dataclass(frozen=True)
-class _Worker:
+class _PartWork:
+    """Work of a tokenizing process: tokenizes a file part, stores the result and returns the number of rows."""
+
     tokenizer: PartTokenizer
-    store: TokenizedRowsStore
+    store: Path
 
+    def __call__(self, keyed: KeyedPart) -> int:
+        part, key = keyed
+        num_rows = 0
 
-_worker: _Worker
+        def counted() -> Iterator[Row | BadRow]:
+            nonlocal num_rows
+            for row in read_part(part.part):
+                num_rows += 1
+                yield row
 
-
-def _begin(tokenizer: PartTokenizer, store: Path) -> None:
-    """Initialise a tokenizing worker process, and make it end when its parent process ends."""
-    global _worker
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
-    # One thread a process: the pool has a process for each core.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = _Worker(tokenizer, TokenizedRowsStore(store))
-
-
-def _end_with(process: BaseProcess) -> None:
-    """Exit this worker when its parent process ends (PR_SET_PDEATHSIG comes when the starting thread ends)."""
-    process.join()
-    os._exit(1)
-
-
-def _tokenize(part: DataPart, key: str) -> int:
-    """Tokenize a file part in a worker process, store the result and return the number of rows."""
-    num_rows = 0
-
-    def counted() -> Iterator[Row | BadRow]:
-        nonlocal num_rows
-        for row in read_part(part.part):
-            num_rows += 1
-            yield row
-
-    _worker.store.write(key, _of_unchanged(part, _worker.tokenizer.pieces(part.part, counted())))
-    return num_rows
+        TokenizedRowsStore(self.store).write(key, _of_unchanged(part, self.tokenizer.pieces(part.part, counted())))
+        return num_rows
 
 
 def _of_unchanged(part: DataPart, pieces: Iterable[TokenizedRows]) -> Iterator[TokenizedRows]:

@@ -65,18 +65,24 @@ class SignatureWriter:
     def __init__(self, files: KeptFiles) -> None:
         self._files = files
         self._end = files[RUNS].tell() // RUN_BYTES  # not 0 when an attempt continues a killed one
+
+    def add(self, runs: Hashes, signature: NDArray[np.uint32]) -> None:
+        self._end += len(runs)
+        self._files[RUNS].write(runs.tobytes())
+        self._files[ENDS].write(np.uint64(self._end).tobytes())
+        self._files[SIGNATURES].write(signature.tobytes())
+
+
+class MinHash:
+    """Hash functions of MinHash, the same in every process."""
+
+    def __init__(self) -> None:
         draw = np.random.Generator(np.random.PCG64(SEED))
         # Odd factors: multiplication modulo 2^64 by an odd number maps different runs to different values.
         self._factors = draw.integers(0, 2**63, NUM_HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
-    def add(self, runs: Hashes) -> None:
-        self._end += len(runs)
-        self._files[RUNS].write(runs.tobytes())
-        self._files[ENDS].write(np.uint64(self._end).tobytes())
-        self._files[SIGNATURES].write(self._signature(runs).tobytes())
-
-    def _signature(self, runs: Hashes) -> NDArray[np.uint32]:
+    def signature(self, runs: Hashes) -> NDArray[np.uint32]:
         """Return a MinHash signature [NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
         smallest = np.full(NUM_HASHES, 2**32 - 1, np.uint32)
         for start in range(0, len(runs), CHUNK_RUNS):

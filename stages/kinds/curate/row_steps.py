@@ -36,10 +36,10 @@ ROWS_AT_A_TIME = 256
 KEPT_FOLDER = "rewards"
 
 
-def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
+def row_steps(config: CurateConfig, benchmarks: Benchmarks | None) -> Iterator[tuple[str, RowStep]]:
     """Yield the requested single-row steps in order: name, and function that returns the reason to drop a row, or None.
 
-    Raises EvaluationError for unreadable tasks.
+    benchmarks: samples that rows may not hold, for `decontaminate`.
     """
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
@@ -47,8 +47,8 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
         yield "patterns", lambda row: found_or_not(row, patterns)
     if language := config.language:
         yield "language", language_filter(language)
-    if decontaminate := config.decontaminate:
-        yield "decontaminate", benchmarks_of(decontaminate, context).reason
+    if benchmarks:
+        yield "decontaminate", benchmarks.reason
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:

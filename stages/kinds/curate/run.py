@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,76 +20,19 @@ from numpy.typing import NDArray
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
-from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.files import BadRow, Row, find_files, num_places, read_rows
-from stages.data.media.folder import MediaFolder
-from stages.data.messages import RowError
 from stages.kinds.curate.config import CurateConfig, Sample
+from stages.kinds.curate.judging import DroppedRow, judged
 from stages.kinds.curate.media import copy_media
-from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter, set_of
-from stages.kinds.curate.report import BAD_ROWS, CurationReport
-from stages.kinds.curate.row_steps import first_reason, redacted_row, row_steps, scored
-from stages.kinds.curate.spool import SPOOL_FILES, KeptFiles, SourcePlace, Spool, spool_row
+from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter
+from stages.kinds.curate.report import CurationReport
+from stages.kinds.curate.row_steps import scored
+from stages.kinds.curate.spool import SPOOL_FILES, KeptFiles, Spool, spool_row
 
-Readers = dict[str, AnyRowReader]
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
 PROGRESS_EVERY = 1000
 KEEP_EVERY = 2000
 """Number of rows after which curation saves a checkpoint; a killed stage repeats at most these."""
-
-
-def rows_of(
-    config: CurateConfig, context: StageContext, report: CurationReport, readers: Readers, num_known: int
-) -> Iterator[tuple[SourcePlace, ReadRow]]:
-    """Yield each valid row of the datasets with its origin; rows that cannot be parsed are recorded in the report.
-
-    readers: gets a reader for each dataset. num_known: rows that an earlier attempt has seen, which only determine the
-    format. Raises DataError for datasets that are not of one format.
-    """
-    for name in config.datasets:
-        folder = context.inputs[name] / "data"
-        files = find_files(folder, config.split)
-        num_all = sum(map(num_places, files))
-        reader = readers[name] = AnyRowReader(MediaFolder.of(folder, files))
-        for number, row in enumerate(read_rows(folder, files)):
-            if number % PROGRESS_EVERY == 0:
-                context.progress(number, num_all, "rows", f"reading {name}")
-            if num_known:
-                num_known -= 1
-                _learn_format(reader, row)
-                continue
-            place = SourcePlace(name, row.place)
-            report.read(name)
-            try:
-                if isinstance(row, BadRow):
-                    raise RowError(row.reason)
-                read = reader.read(row.content)
-            except RowError as error:
-                report.drop(place, BAD_ROWS, str(error), row.content if not isinstance(row, BadRow) else None)
-                continue
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            _check_one_format(readers)
-            yield place, read
-
-
-def _learn_format(reader: AnyRowReader, row: Row | BadRow) -> None:
-    with suppress(RowError):
-        if not reader.form and isinstance(row, Row):
-            reader.read(row.content)
-
-
-def _check_one_format(readers: Readers) -> None:
-    """Raise DataError if the datasets have several formats, since training reads all rows in the first row's format."""
-    forms = {name: reader.form for name, reader in readers.items() if reader.form}
-    (first, expected), *rest = forms.items()
-    for name, form in rest:
-        if form != expected:
-            raise DataError(
-                f"{first} has {expected}, {name} has {form}: they cannot be one dataset, which training reads in one "
-                "format; curate each by itself"
-            )
 
 
 @dataclass(frozen=True)
@@ -137,23 +79,26 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
     if files.state:
         report.restore(files.state)
         context.milestone(f"continuing after {report.num_read} rows")
-    readers: Readers = {}
-    steps, compared = list(row_steps(config, context)), config.compared
     sets = SignatureWriter(files)
     num_kept = report.num_read
-    for place, row in rows_of(config, context, report, readers, num_kept):
-        dropped = first_reason(steps, place, row)
-        if not dropped and config.redact:
-            row, dropped = redacted_row(row, config.redact, report.redacted, readers[place.dataset])
-        if dropped:
-            report.drop(place, *dropped, row.content)
-        else:
-            spool_row(files, place, row.content, row.canonical(), row.media_files)
-            if compared:
-                sets.add(set_of(row.parts, row.label, compared.words))
-        if report.num_read - num_kept >= KEEP_EVERY:
-            num_kept = report.num_read
-            files.keep(report.state)
+    with contextlib.closing(judged(config, context, num_kept)) as batches:
+        for batch, outcomes in batches:
+            for number, outcome in enumerate(outcomes, batch.number):
+                if number % PROGRESS_EVERY == 0:
+                    context.progress(number, batch.num_all, "rows", f"reading {batch.dataset}")
+                if isinstance(outcome, DataError):
+                    raise outcome
+                report.read(batch.dataset)
+                report.redacted.update(outcome.masked)
+                if isinstance(outcome, DroppedRow):
+                    report.drop(outcome.place, outcome.step, outcome.reason, outcome.content)
+                else:
+                    spool_row(files, outcome.line, outcome.digest)
+                    if config.compared:
+                        sets.add(outcome.runs, outcome.signature)
+                if report.num_read - num_kept >= KEEP_EVERY:
+                    num_kept = report.num_read
+                    files.keep(report.state)
     files.keep(report.state)
 
 

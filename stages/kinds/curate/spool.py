@@ -79,18 +79,23 @@ class KeptFiles:
             stream.close()
 
 
-def spool_row(
-    files: KeptFiles, place: SourcePlace, content: dict[str, Any], canonical: str, media: Sequence[str] = ()
-) -> None:
-    """Append a row that the single-row steps keep to the files.
-
-    canonical: text that is equal for exact duplicates. media: paths of its media's files.
-    """
-    files[OFFSETS].write(files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
-    files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
+def spool_line(place: SourcePlace, content: dict[str, Any], media: Sequence[str] = ()) -> bytes:
+    """Return the line of a row that the single-row steps keep. media: paths of its media's files."""
     at = place.place
     row = [place.dataset, at.file, at.number, at.counts, content, *media]
-    files[ROWS].write(json.dumps(row, ensure_ascii=False, default=as_json).encode() + b"\n")
+    return json.dumps(row, ensure_ascii=False, default=as_json).encode() + b"\n"
+
+
+def digest_of(canonical: str) -> bytes:
+    """Return the hash of a row by its canonical text, which is equal for exact duplicates."""
+    return hashlib.blake2b(canonical.encode(), digest_size=8).digest()
+
+
+def spool_row(files: KeptFiles, line: bytes, digest: bytes) -> None:
+    """Append a row that the single-row steps keep to the files."""
+    files[OFFSETS].write(files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
+    files[DIGESTS].write(digest)
+    files[ROWS].write(line)
 
 
 class Spool:

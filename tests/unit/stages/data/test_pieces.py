@@ -231,7 +231,7 @@ class Reports:
 if __name__ == "__main__":
     tokenized_rows.PART_BYTES = 1 << 16  # so that the first part is soon done
     tokenized_rows.BYTES_PER_PROCESS = 1
-    tokenized_rows.os.sched_getaffinity = lambda _: {0, 1}
+    os.sched_getaffinity = lambda _: {0, 1}
     folder, tokenizer, cache = map(Path, sys.argv[1:])
     config = DataConfig(dataset="data", sequence_length=256)
     options = {"rows": "examples", "cache": cache, "report": Reports(), "bad_rows_file": cache / "bad"}

@@ -1,11 +1,13 @@
 """A curate stage that is interrupted at any moment continues, and writes the bytes of an uninterrupted one."""
 
 import json
+import os
 
 import pytest
 
 from stages.core.contract import StageContext
-from stages.kinds.curate import run
+from stages.core.worker_pool import worked
+from stages.kinds.curate import judging, run
 from stages.kinds.curate.config import CurateConfig
 from tests.planted_rows import planted_duplicates
 
@@ -71,8 +73,7 @@ def written(work):
 @pytest.mark.parametrize("moment", [1, 5, 12, 25, 40])
 def test_it_goes_on_where_it_was(tmp_path, datasets, monkeypatch, moment):
     monkeypatch.setattr(run, "KEEP_EVERY", KEEP_EVERY)
-    for module in (run, run):
-        monkeypatch.setattr(module, "PROGRESS_EVERY", 10)
+    monkeypatch.setattr(run, "PROGRESS_EVERY", 10)
     whole = curated(tmp_path / "whole", datasets)
     with pytest.raises(Interrupted):
         curated(tmp_path / "work", datasets, moment)
@@ -81,3 +82,22 @@ def test_it_goes_on_where_it_was(tmp_path, datasets, monkeypatch, moment):
     assert written(tmp_path / "work") == written(tmp_path / "whole")
     events = (tmp_path / "work" / "events.jsonl").read_text()
     assert ("continuing after" in events) == (moment > KEEP_EVERY // 10 + 1)
+
+
+@pytest.mark.parametrize(("processes", "interrupted"), [(2, True), (4, False)])
+def test_several_processes_write_the_bytes_of_one(tmp_path, datasets, monkeypatch, processes, interrupted):
+    whole = curated(tmp_path / "one", datasets)
+    monkeypatch.setattr(judging, "BATCH_ROWS", 9)
+    monkeypatch.setattr(judging, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(run, "KEEP_EVERY", KEEP_EVERY)
+    monkeypatch.setattr(run, "PROGRESS_EVERY", 10)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(processes))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processes)))
+    asked = []
+    monkeypatch.setattr(judging, "worked", lambda *given: asked.append(given[2]) or worked(*given))
+    if interrupted:
+        with pytest.raises(Interrupted):
+            curated(tmp_path / "several", datasets, 12)
+    assert curated(tmp_path / "several", datasets) == whole
+    assert asked == [processes] * (1 + interrupted)
+    assert written(tmp_path / "several") == written(tmp_path / "one")
