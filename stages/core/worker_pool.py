@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stages.core.errors import ResourceError
 
@@ -77,7 +77,7 @@ def worked(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_work: Callable[..., object]
+_work: Callable[..., Any]
 
 
 def _begin(work: Callable[..., object]) -> None:
@@ -96,5 +96,5 @@ def _end_with(process: BaseProcess) -> None:
     os._exit(1)
 
 
-def _work_on(item: object) -> object:
+def _work_on(item: object) -> Any:
     return _work(item)

@@ -215,6 +215,7 @@ def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatc
 
 
 KILLED = """
+import os
 import sys
 from pathlib import Path
 from stages.data import tokenized_rows
