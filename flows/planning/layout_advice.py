@@ -23,7 +23,7 @@ from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName, Layout
-from stages.parallel.legality import refusals
+from stages.parallel.legality import is_legal, refusals
 from stages.planner.adapted import PlannedAdapter
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
@@ -134,7 +134,9 @@ def explained(request: SearchRequest, text: str) -> Explained:
     if errors:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
     warnings = [*RULES[engine].layout_warnings(layout, constraints, shape)]
-    if layout.tp > 1 and not layout.sequence_parallel and "sequence_parallel" in RULES[engine].own_fields:
+    in_tokens = layout.model_copy(update={"sequence_parallel": True})
+    is_possible = is_legal(engine, in_tokens, constraints, shape, request.workload.features(shape))
+    if layout.tp > 1 and not layout.sequence_parallel and is_possible:
         warnings += ["layout: tp without sequence_parallel keeps the whole of norms and dropout on every rank"]
     return Explained(request, estimate(request, engine, layout), tuple(warnings))
 

@@ -44,7 +44,7 @@ class Layout(StrictModel):
     )
     sequence_parallel: bool = Field(
         False,
-        description="Split norms and dropout along the sequence over the `tp` processes, to save memory (megatron).",
+        description="Split norms and dropout along the sequence over the `tp` processes, to save memory.",
     )
     micro_batch_size: PositiveInt = Field(1, description="Number of packed rows in one forward pass of a process.")
     recompute: Literal["none", "selective", "full", "offload"] = Field(

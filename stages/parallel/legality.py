@@ -128,6 +128,8 @@ def layout_features(layout: Layout) -> dict[Feature, str]:
     for degree in ("tp", "cp", "ep"):
         if (size := getattr(layout, degree)) > 1:
             used[degree] = f"`layout.{degree}: {size}`"
+    if layout.sequence_parallel and layout.tp > 1:
+        used["sequence_parallel"] = "`layout.sequence_parallel`"
     if layout.compile:
         used["compile"] = "`layout.compile`"
     if layout.cpu_offload:

@@ -43,7 +43,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
         products = size * _kept_results(shape, layout, software)
         return checkpoint + products + _adapters_per_token(case, keeps_results=True)
     if shape.kinds:
-        return kept_in_layer(shape, workload, software, layout.tp) + _adapters_per_token(case)
+        return kept_in_layer(shape, workload, software, layout.tp, along_sequence) + _adapters_per_token(case)
     casts = workload.in_few_bits and software.casts_at_products
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
@@ -51,7 +51,10 @@ def kept_bytes_per_token(case: StepCase) -> float:
     of_norm = _norm_bytes(case)
     # Bytes per token that tensor parallelism does not divide (unless along the sequence): two norms and the inputs of
     # products.
-    unsplit = hidden * (2 * of_norm + into_products * (inputs[LayerRole.INTO_ATTENTION] + inputs[LayerRole.INTO_FFN]))
+    of_products = hidden * into_products * (inputs[LayerRole.INTO_ATTENTION] + inputs[LayerRole.INTO_FFN])
+    # An adapter keeps all tokens of its input.
+    whole = of_products if workload.adapter and case.engine.splits_by_plan else 0.0
+    unsplit = 2 * hidden * of_norm + of_products - whole
     # Two dropout masks of one byte.
     unsplit += 2 * hidden if software.dropout else 0
     split = _ffn_bytes_per_token(shape, size, into_products, inputs[LayerRole.OUT_OF_FFN], software)
@@ -68,7 +71,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
         # Korthikanti et al. 2022: 2 bytes of softmax for each score; dropout adds a mask of one byte and its 2-byte
         # output.
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
-    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
+    return whole + unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
 
 
 def kept_by_layer(case: StepCase) -> float:

@@ -177,6 +177,16 @@ def _split_traffic(case: StepCase, layers: float, ends: float) -> list[Traffic]:
     if case.workload.adapter and not again:  # recomputed layers get inputs that have gradients
         summed -= case.micro_batches * not_summed_beside(case.workload.adapter, case.shape)
     group = network.tensor_group(case.layout)
+    if case.layout.sequence_parallel:
+        # Inputs of blocks are gathered, and for the gradients of their weights once more; so are gradients of results.
+        gathered = values.summed_backward * (1 + again + (case.workload.adapter is None)) + values.summed_forward
+        # After the last layer, and gradients before the first.
+        outside = case.micro_batches * (1 + (case.workload.adapter is None or again)) * case.hidden_bytes
+        return [
+            Traffic("reduce-scatter", group, summed * size),
+            Traffic("all-gather", group, layers * gathered * size + outside),
+            Traffic("all-reduce", group, ends * case.hidden_bytes),
+        ]
     return [
         Traffic("all-reduce", group, summed * size + ends * case.hidden_bytes),
         Traffic("all-gather", group, layers * ((1 + again) * values.gathered + values.gathered_backward) * size),

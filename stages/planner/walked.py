@@ -11,21 +11,29 @@ from stages.planner.workload import ProgramTraits, Workload
 
 
 @lru_cache(maxsize=4096)
-def kept_in_layer(shape: ModelShape, workload: Workload, software: ProgramTraits, tp: int = 1) -> float:
-    """Return the bytes of activations per token that a layer keeps for the backward pass on a rank, on average."""
+def kept_in_layer(
+    shape: ModelShape, workload: Workload, software: ProgramTraits, tp: int = 1, along_sequence: int = 1
+) -> float:
+    """Return the bytes of activations per token that a layer keeps for the backward pass on a rank, on average.
+
+    along_sequence: processes of `tp` that have tokens of their own between blocks.
+    """
     size = workload.compute_bytes
 
     def kept(kind: LayerKind) -> float:
         measured = kind.kept(size)
         by_scores = measured.by_scores * workload.sequence_length
         if not workload.learns("language_model"):
-            return measured.frozen - measured.split_frozen * (1 - 1 / tp) + by_scores
+            return shared(measured.frozen, measured.split_frozen) + by_scores
         if software.fused_elementwise and not kind.state_products:
             return min(trained(measured), size * _fused(kind, shape.hidden_size, tp)) + by_scores
         return trained(measured) + by_scores
 
     def trained(measured: KeptBytes) -> float:
-        return measured.trained - measured.split_trained * (1 - 1 / tp)
+        return shared(measured.trained, measured.split_trained)
+
+    def shared(kept: float, split: float) -> float:
+        return (kept - split) / along_sequence + split / tp
 
     inputs = _inputs_for_adapters(shape, workload.adapter, tp) if workload.adapter else 0.0
     return shape.mean(kept) + size * inputs

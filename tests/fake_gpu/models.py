@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-256k": ("qwen3", {**QWEN3, "vocab_size": 2**18, "hidden_size": 512, "num_hidden_layers": 4}),
     "qwen3-30b-a3b": (
         "qwen3_moe",
         {

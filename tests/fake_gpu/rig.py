@@ -262,6 +262,7 @@ CASES = {
     "matrices, selective": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "recompute": "selective"}),
     "matrices, experts": Case("qwen3-30b-a3b", {"dp_shard": 4, "tp": 2}, num_layers=1),
     "matrices, long": Case("llama3-70b", {"tp": 8, "recompute": "full"}, num_layers=2, sequence_length=65536),
+    "matrices, large vocabulary": Case("qwen3-256k", {"tp": 2, "recompute": "full"}),
     "matrices and tokens": Case("qwen3-8b", {"cp": 4, "tp": 2, "recompute": "full"}, sequence_length=65536),
     "matrices and tokens, 1,024 ranks": Case(
         "llama3-70b", {"dp_shard": 16, "cp": 8, "tp": 8}, num_layers=1, sequence_length=65536
@@ -279,6 +280,14 @@ CASES = {
     "experts with biases, selective": Case("gpt_oss", {"dp_shard": 8, "recompute": "selective"}),
     "experts with biases, spread": Case("gpt_oss", {"dp_shard": 8, "ep": 4, "recompute": "selective"}),
     "tokens, compiled": Case("qwen3-8b", {"dp_shard": 4, "cp": 2, "compile": True}, sequence_length=8192),
+    "tokens of blocks": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "sequence_parallel": True}),
+    "tokens of blocks, full, micro-batches": Case(
+        "qwen3-8b", {"dp_shard": 4, "tp": 2, "sequence_parallel": True, "recompute": "full"}, micro_batches=2
+    ),
+    "tokens of blocks, selective": Case(
+        "qwen3-8b", {"dp_shard": 2, "tp": 4, "sequence_parallel": True, "recompute": "selective"}
+    ),
+    "tokens of blocks, LoRA": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "sequence_parallel": True}, options=LORA),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
         "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4

@@ -81,6 +81,14 @@ def test_a_step_runs_as_the_planner_predicts(name: str, tmp_path: Path) -> None:
     _check_plan(report)
 
 
+def test_logits_of_a_large_vocabulary_are_never_whole(tmp_path: Path) -> None:
+    case = CASES["matrices, large vocabulary"]
+    report = run(case, tmp_path / "model")
+    _check_plan(report)
+    in_bf16 = 2 * case.sequence_length * report.shape.vocab_size
+    assert report.peak_bytes - sum(report.held_bytes.values()) < in_bf16  # with gradients of the head, in fp32
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", WALKED)
 def test_a_step_of_a_walked_family_takes_the_memory_that_the_planner_predicts(family: str, tmp_path: Path) -> None:

@@ -62,11 +62,19 @@ LAYOUTS = {
         "replicated": {"dp_replicate": 2},
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
         "split": {"tp": 2},
+        "split-tokens": {"tp": 2, "sequence_parallel": True},
         "sliced": {"cp": 2},
     },
     4: {
         "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1, "recompute": "full"},
         "sliced-sharded": {"dp_shard": 2, "cp": 2, "micro_batch_size": 1},
+        "split-sharded-tokens": {
+            "dp_shard": 2,
+            "tp": 2,
+            "sequence_parallel": True,
+            "micro_batch_size": 1,
+            "recompute": "full",
+        },
     },
 }
 PROCESSES = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
@@ -163,6 +171,8 @@ def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
             cases["wide-nf4-sliced"] = ("wide", "nf4", "sliced")
     if request.param == 2 and len(data) > NUM_STEPS[0]:  # nightly
         cases |= {f"{'-'.join(case)}-split": (*case, "split") for case in CASES if splits(case)}
+        in_tokens = [case for case in CASES if splits(case) and case[0] != "moe"]
+        cases |= {f"{'-'.join(case)}-split-tokens": (*case, "split-tokens") for case in in_tokens}
     given = {
         name: {"model": str(folders / model), "config": config_of((model, adapter), layouts[layout])}
         for name, (model, adapter, layout) in cases.items()

@@ -50,6 +50,8 @@ LAYOUTS = {
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
         "activations-offloaded": {"dp_shard": 2, "recompute": "offload"},
         "split": {"tp": 2},
+        "split-tokens": {"tp": 2, "sequence_parallel": True},
+        "split-tokens-recomputed": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 1, "recompute": "full"},
         "sliced": {"cp": 2, "micro_batch_size": 1, "recompute": "full"},
         "split-accumulated": {"tp": 2, "micro_batch_size": 1, "recompute": "full"},
         "split-offloaded": {"tp": 2, "cpu_offload": True},
@@ -60,6 +62,7 @@ LAYOUTS = {
         "hybrid": {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
         "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1},
         "split-sliced": {"cp": 2, "tp": 2},
+        "split-sharded-tokens": {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 1},
     },
 }
 SPREAD = {"dp_shard": 2, "ep": 2, "micro_batch_size": 1, "recompute": "full"}

@@ -34,6 +34,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ep, tp": {"dp_shard": 2, "ep": 2, "tp": 2, "micro_batch_size": 2},
     "ep, cp": {"cp": 2, "ep": 2, "micro_batch_size": 2},
 }
+SPLIT_TOKENS: dict[str, dict[str, Any]] = {
+    f"{name}, tokens{''.join(f', {one}' for one in more.values())}": {**LAYOUTS[name], "sequence_parallel": True} | more
+    for name in ("tp", "tp, dp", "cp, tp")
+    for more in ({}, {"recompute": "full"}, {"recompute": "selective"})
+}
+"""Layouts whose processes have tokens of their own between blocks."""
+IN_TOKENS = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_neox", "qwen3", "starcoder2")
+"""Families of norms and blocks of columns, then rows: tied, with windows, soft caps, biases, norms of heads."""
 OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp, compiled": {"tp": 2, "micro_batch_size": 2, "compile": True},
     "cp, compiled": {"cp": 2, "micro_batch_size": 2, "compile": True, "recompute": "selective"},
@@ -62,6 +70,7 @@ CASES = [
     *(("qwen3_moe", name) for name in ("ep, replicas", "ep, tp", "ep, cp")),
     *(("deepseek_v3", "ep, tp"), ("gpt_oss", "ep, replicas")),
     *((family, name) for family in ("gemma2", "qwen3_moe") for name in OTHER_LAYOUTS),
+    *((family, name) for family in IN_TOKENS for name in SPLIT_TOKENS),
 ]
 
 
@@ -69,7 +78,13 @@ CASES = [
 def test_a_family_in_parts_learns_what_plain_transformers_does(
     family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
 ) -> None:
-    _check(tiny_model(family, initializer_range=0.05), family, {**LAYOUTS, **OTHER_LAYOUTS}[name], fsdp_ranks, tmp_path)
+    _check(
+        tiny_model(family, initializer_range=0.05),
+        family,
+        {**LAYOUTS, **OTHER_LAYOUTS, **SPLIT_TOKENS}[name],
+        fsdp_ranks,
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize(("family", "whole"), [("deepseek_v3", "q_a_proj"), ("qwen3", "")])
@@ -129,6 +144,15 @@ def test_a_plan_that_lacks_a_sum_is_refused(fsdp_ranks: Ranks, tmp_path: Path) -
     tiny_model("qwen3").save_pretrained(tmp_path / "qwen3")
     with pytest.raises(RuntimeError, match=r"the gradient of model.layers.\d.self_attn.[qk]_norm.weight by"):
         _train("qwen3", LAYOUTS["tp"], make_data(1), fsdp_ranks, tmp_path, "tests.parity.lost_sum_program")
+
+
+@pytest.mark.parametrize(("family", "part"), [("glm4", "mlp"), ("qwen3_moe", "mlp"), ("olmo2", "self_attn")])
+def test_tokens_are_not_split_around_blocks_of_another_form(
+    family: str, part: str, fsdp_ranks: Ranks, tmp_path: Path
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path / family)
+    with pytest.raises(RuntimeError, match=rf"layers\.\d\.{part} of .* is no norm.*; set `sequence_parallel: false`"):
+        _train(family, SPLIT_TOKENS["tp, tokens"], make_data(1), fsdp_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("family", STATEFUL)

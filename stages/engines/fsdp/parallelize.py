@@ -21,6 +21,7 @@ from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
 from stages.engines.fsdp.split_adapters import plan_adapters
 from stages.engines.fsdp.tensor_parallel import matrices_left_whole, split_matrices
+from stages.engines.fsdp.token_parallel import split_tokens
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.layers import text_layers, transformer_layers
 from stages.models.loaded_weights import convert_stored_buffers, modules_kept_in_fp32
@@ -160,7 +161,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 
 def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh) -> None:
-    """Split a model's matrices and vocabulary over the mesh's `tp` processes, and its experts over `ep`, in place."""
+    """Split a model's matrices, vocabulary and tokens over the mesh's `tp` processes, its experts over `ep`."""
     experts: Sequence[nn.Module] = ()
     if layout.ep > 1:
         degrees = layout.optimizer_shards // layout.ep, layout.ep
@@ -168,6 +169,8 @@ def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh)
         # Tokens travel within what `tp` adds up: a sum of results is smaller than one of what each expert gave.
         experts = exchange_tokens(model.causal_lm, model.expert_mesh.get_group(DIMENSION))
     if layout.tp > 1:
+        if layout.sequence_parallel:
+            split_tokens(model.causal_lm, mesh.get_group("tp"))
         if any(hasattr(one, "lora_A") for one in model.modules()):
             plan_adapters(model.causal_lm)
         split_matrices(model.causal_lm, mesh["tp"])

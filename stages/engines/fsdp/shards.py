@@ -102,7 +102,8 @@ def check_split(
     split, whole: copies on `meta` from before sharding; they are cut to layers of every kind. Raises ModelError.
     """
     num_shares = layout.data_parallel_size * layout.cp
-    layouts = Layout(dp_shard=num_shares, tp=layout.tp, ep=layout.ep), Layout(dp_shard=num_shares * layout.tp)
+    degrees = {name: getattr(layout, name) for name in ("tp", "ep", "sequence_parallel")}
+    layouts = Layout(dp_shard=num_shares, **degrees), Layout(dp_shard=num_shares * layout.tp)
     meshes = device_mesh(layouts[0], device), device_mesh(layouts[1], device)
     measured = []
     experts = f", and its experts over ep {layout.ep} processes" if layout.ep > 1 else ""

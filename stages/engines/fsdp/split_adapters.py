@@ -31,8 +31,10 @@ from stages.engines.fsdp.tensor_parallel import (
     summed,
     summed_gradients,
 )
+from stages.engines.fsdp.token_parallel import FORM
 
-ROWS, COLUMNS = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
+ROWS = ("colwise", "packed_colwise", FORM["colwise"])
+COLUMNS = ("rowwise", "packed_rowwise", FORM["rowwise"])
 """Styles that split the last dimension but one of a weight, and the last; a factor with that dimension has the same."""
 WHOLE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
 """Styles of layers whose input and output each process has whole: those with an adapter stay whole themselves."""
@@ -97,11 +99,13 @@ class _AroundAdapter(TensorParallelLayer):
         group, compute = mesh.get_group(), module.forward
         with_own_parts = partial(_with_own_parts, module, compute, group)
         if self._name in ROWS:
-            module.forward = partial(_with_summed_gradients, with_own_parts, group)
+            local_input = getattr(self._style, "local_input", block_input)
+            module.forward = partial(_with_local_input, with_own_parts, local_input, group)
         elif self._name in COLUMNS:
             for length in getattr(module, "lora_magnitude_vector", {}).values():
                 length.get_weight_norm = partial(_norm_of_all_columns, length.get_weight_norm, group)
-            module.forward = partial(_summed_with_bias, module, with_own_parts, group)
+            add_up = getattr(self._style, "add_up", _added_up)
+            module.forward = partial(_summed_with_bias, module, with_own_parts, add_up, group)
         else:  # experts, whose inputs and outputs the plan sums around them, or layers that each process has whole
             module.forward = with_own_parts
             self._style.install_forward(module, mesh)
@@ -135,14 +139,24 @@ def _with_own_parts(
         return compute(*args, **options)
 
 
-def _with_summed_gradients(
-    compute: Callable[..., Tensor], group: dist.ProcessGroup, states: Tensor, *args: Any, **options: Any
+def _with_local_input(
+    compute: Callable[..., Tensor],
+    local_input: Callable[[Tensor, dist.ProcessGroup], Tensor],
+    group: dist.ProcessGroup,
+    states: Tensor,
+    *args: Any,
+    **options: Any,
 ) -> Tensor:
-    return compute(block_input(states, group), *args, **options)
+    return compute(local_input(states, group), *args, **options)
 
 
 def _summed_with_bias(
-    module: Any, compute: Callable[..., Tensor], group: dist.ProcessGroup, *args: Any, **options: Any
+    module: Any,
+    compute: Callable[..., Tensor],
+    add_up: Callable[[Tensor, Tensor | None, dist.ProcessGroup], Tensor],
+    group: dist.ProcessGroup,
+    *args: Any,
+    **options: Any,
 ) -> Tensor:
     """Return the sum of what each process computes of a layer's output, and the layer's bias, once."""
     end_block()
@@ -150,12 +164,15 @@ def _summed_with_bias(
     bias = base._parameters["bias"]
     base._parameters["bias"] = None
     try:
-        output = summed(compute(*args, **options), group)
+        own = compute(*args, **options)
     finally:
         base._parameters["bias"] = bias
-    if bias is None:
-        return output
-    return output + (bias.to_local() if isinstance(bias, DTensor) else bias)
+    return add_up(own, bias.to_local() if isinstance(bias, DTensor) else bias, group)
+
+
+def _added_up(own: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    output = summed(own, group)
+    return output if bias is None else output + bias
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import ClassVar
 
 from stages.core.shipped import shipped
 from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
+from stages.models.linear_layers import linear_layers
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import APART, EngineRules, Feature
 from stages.parallel.layout import Layout, RunConstraints
@@ -17,7 +19,10 @@ class FsdpRules(EngineRules):
 
     name = "fsdp"
     factors = ("dp_replicate", "dp_shard")
-    own_fields = ("tp", "cp", "ep", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
+    own_fields = (
+        *("tp", "cp", "ep", "sequence_parallel"),
+        *("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate"),
+    )
 
     apart: ClassVar[Mapping[Feature, Mapping[Feature, str]]] = {
         **APART,
@@ -27,6 +32,7 @@ class FsdpRules(EngineRules):
             **dict.fromkeys(("fp8", "mtp_loss", "score_head", "compile"), ""),
             "adapted_experts": ", which `adapter.exclude_modules` leaves out",
         },
+        "sequence_parallel": {"compile": ""},
     }
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
@@ -49,10 +55,12 @@ class FsdpRules(EngineRules):
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield from _split_errors(layout, shape) if layout.tp > 1 else ()
+        yield from _token_errors(shape) if layout.tp > 1 and layout.sequence_parallel else ()
         yield from _slice_errors(layout, shape) if layout.cp > 1 else ()
         yield from _expert_errors(layout, shape) if layout.ep > 1 else ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
+        yield from super().layout_warnings(layout, constraints, shape)
         # Heads that `tp` leaves to one process.
         heads = {number // layout.tp for number in _heads(shape)}
         if left := [str(number) for number in sorted(heads) if number % layout.cp]:
@@ -93,6 +101,22 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     ]
     if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
         yield f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}"
+
+
+@lru_cache(maxsize=256)
+def can_split_tokens(shape: ModelShape) -> bool:
+    """Return whether blocks of layers are matrices that a plan splits by results, then by inputs, and nothing else."""
+    layers = range(shape.num_layers) if shape.has_split_plan and not shape.num_experts else ()
+    splits = {one.split for layer in layers for one in linear_layers(shape, layer)}
+    return splits == {"columns", "rows"}
+
+
+def _token_errors(shape: ModelShape) -> Iterator[str]:
+    if shape.has_split_plan and not can_split_tokens(shape):
+        yield (
+            "layout: sequence_parallel splits tokens around blocks of columns, then rows, of Transformers' plan, and "
+            f"{shape.family} has others in its layers"
+        )
 
 
 def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:

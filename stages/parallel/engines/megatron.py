@@ -117,8 +117,7 @@ class MegatronRules(EngineRules):
                 f"tensor parallelism crosses nodes, where its collectives are slow; choose a tp that does"
             )
         yield from _bubble(layout, constraints)
-        if layout.sequence_parallel and layout.tp == 1:
-            yield "layout: sequence_parallel does nothing with tp 1"
+        yield from super().layout_warnings(layout, constraints, shape)
         yield from _uneven_or_copied(layout, shape)
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:

@@ -33,6 +33,7 @@ Feature = Literal[
     "tp",
     "cp",
     "ep",
+    "sequence_parallel",
     "compile",
     "cpu_offload",
     "activation_offload",
@@ -118,7 +119,8 @@ class EngineRules:
         yield from ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
-        yield from ()
+        if layout.sequence_parallel and layout.tp == 1:
+            yield "layout: sequence_parallel does nothing with tp 1"
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:
         """Return a model's sizes; ModelError if unknown, or the engine would compute the model differently."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stages.models.linear_layers import linear_layers, stacked_parameters
+from stages.parallel.engines.fsdp import can_split_tokens
 from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, saved_parameters
@@ -219,6 +220,8 @@ class FsdpCosts(EngineCosts):
                 for reshard in (True, False) if degrees["dp_shard"] * degrees["cp"] > 1 else (True,):
                     variant = {"recompute": recompute, "reshard_after_forward": reshard, "compile": compiles}
                     yield {**degrees, **variant}
+                    if degrees["tp"] > 1 and not compiles and can_split_tokens(request.shape):
+                        yield {**degrees, **variant, "sequence_parallel": True}
             yield {**degrees, "recompute": "full", "cpu_offload": True, "compile": compiles}
 
 

@@ -39,6 +39,7 @@ LEGAL = [
     {"shape": MIXTURE, "tp": 2, "sequence_parallel": True, "etp": 2, "cp": 2, "ep": 2},
     {"engine": "fsdp", "dp_shard": 4, "dp_replicate": 2, "compile": True, "cpu_offload": True},
     {"engine": "fsdp", "cp": 4, "tp": 2, "dp_shard": 2},
+    {"engine": "fsdp", "tp": 4, "sequence_parallel": True, "dp_shard": 2},
 ]
 
 
@@ -130,6 +131,14 @@ ILLEGAL = [
         ["cp 8 leaves processes without any of the 4 tokens", "set `dp_shard: 2` and `cp: 4`"],
     ),
     (
+        {"engine": "fsdp", "tp": 2, "sequence_parallel": True, "shape": replace(MIXTURE, has_split_plan=True)},
+        ["blocks of columns, then rows", f"{MIXTURE.family} has others", "set `sequence_parallel: false`"],
+    ),
+    (
+        {"engine": "fsdp", "tp": 2, "sequence_parallel": True, "compile": True},
+        ["`layout.sequence_parallel` with `engine: fsdp` does not go with `layout.compile`"],
+    ),
+    (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
         ["cp 2", "layers of lfm2 (0) carry a state", "set `dp_shard: 4` and `cp: 1`"],
     ),
@@ -152,6 +161,7 @@ UNWISE = [
     ({"pp": 5}, ["12 layers", "pp 5 × vpp 1 = 5", "2, others 3"]),
     ({"tp": 8}, ["tp 8", "4 key/value heads", "by 2 processes"]),
     ({"sequence_parallel": True}, ["sequence_parallel", "tp 1"]),
+    ({"engine": "fsdp", "sequence_parallel": True}, ["sequence_parallel", "tp 1"]),
     ({"engine": "fsdp", "cp": 6}, ["cp 6 does not divide the 8 attention heads of a process", "divides them: cp 2"]),
 ]
 
