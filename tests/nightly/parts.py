@@ -97,7 +97,7 @@ PARTS = (
     ),
     Part(
         "object storage",
-        "homes share a store in Azure's storage as they do in S3",
+        "homes share Azure's storage as S3",
         ("unit/flows/store",),
         makes="azurite",
     ),
