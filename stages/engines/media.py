@@ -31,9 +31,10 @@ def with_media(batch: Batch, pictures: Sequence[Sequence[Medium]], processor: Me
     pictures: media of each of the batch's documents, in order, pictures in RGB.
     """
     assert len(pictures) == batch.documents.count, f"{len(pictures)} lists for {batch.documents.count} documents"
-    seen = with_features(batch, [processor.features(media) for media in pictures], processor)
+    features = [processor.features(media) for media in pictures]
+    seen = with_features(batch, features, processor)
     assert seen.inputs.media
-    patches = processor.patches_by_tower([one.size for media in pictures for one in media])
+    patches = processor.patches_by_tower([one.size for media in pictures for one in media], features)
     return replace(seen, inputs=replace(seen.inputs, media=replace(seen.inputs.media, patches=patches)))
 
 

@@ -55,6 +55,12 @@ class VideoSize:
     def seconds(self) -> float:
         return self.num_frames / self.frame_rate
 
+    @property
+    def metadata(self) -> dict[str, float]:
+        """Fields of Transformers' `VideoMetadata`."""
+        sides = {"width": self.width, "height": self.height}
+        return {**sides, "total_num_frames": self.num_frames, "fps": self.frame_rate, "duration": self.seconds}
+
 
 @dataclass(frozen=True)
 class SoundSize:

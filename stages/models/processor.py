@@ -163,12 +163,23 @@ class MediaProcessor:
         """Return the number of patches that a tower makes of a medium of this size."""
         return sum(self.patches(size))
 
-    def patches_by_tower(self, sizes: Sequence[MediaSize]) -> dict[ModelPart, list[int]]:
-        """Return the number of patches of media of these sizes, as of `patches`, by tower; of text, empty lists."""
+    def patches_by_tower(
+        self, sizes: Sequence[MediaSize], features: Sequence[Mapping[str, Tensor]] = ()
+    ) -> dict[ModelPart, list[int]]:
+        """Return the number of patches of media of these sizes, as of `patches`, by tower; of text, empty lists.
+
+        features: of all documents of these media, if there are any: spectrograms are not made again to be counted.
+        """
+        heard = [one[SPECTROGRAM] for one in features if SPECTROGRAM in one]
         found: dict[ModelPart, list[int]] = {part: [] for part in TOWERS}
-        for size in sizes:
+        for size in (one for one in sizes if not (heard and isinstance(one, SoundSize))):
             found[TOWER_OF[kind_of(size)]] += self.patches(size)
+        for sounds in heard:
+            found[TOWER_OF["audio"]] += [self._num_frames(sounds[:1])] * len(sounds)
         return found
+
+    def _num_frames(self, spectrograms: Tensor) -> int:
+        return num_frames(spectrograms.shape, self._processor.feature_extractor.feature_size)
 
     def num_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
@@ -372,7 +383,7 @@ class MediaProcessor:
         given: dict[str, Any] = {"images": [pictures]} if pictures else {}
         if videos:
             given |= {"videos": [one for _, one in videos], "do_sample_frames": False}
-            given["video_metadata"] = [_metadata(size) | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
+            given["video_metadata"] = [size.metadata | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
         if sounds := [one for size, one in media if isinstance(size, SoundSize)]:
             given |= {"audio": sounds, "audio_kwargs": {"sampling_rate": self.sample_rate}}
         found: Mapping[str, Any] = self._processor(
@@ -421,7 +432,7 @@ class MediaProcessor:
         """
         outputs = self._blank_call((size,))
         if SPECTROGRAM in outputs:
-            return (num_frames(outputs[SPECTROGRAM].shape, self._processor.feature_extractor.feature_size),)
+            return (self._num_frames(outputs[SPECTROGRAM]),)
         values = next(outputs[name] for name in VALUES if name in outputs)
         number = num_patches(values.shape, patch_side(self.config))
         if not isinstance(size, VideoSize):
@@ -440,7 +451,7 @@ class MediaProcessor:
 
         options = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
         try:
-            found = part.sample_frames(metadata=VideoMetadata(**_metadata(size)), **options)
+            found = part.sample_frames(metadata=VideoMetadata(**size.metadata), **options)
         except (ValueError, ZeroDivisionError) as error:
             raise MediaError(f"has too few frames ({size.num_frames}) for the model's processor: {error}") from error
         numbers = tuple(int(number) for number in found)
@@ -570,17 +581,6 @@ def _content(medium: Medium) -> Any:
     if isinstance(medium, Video):
         return medium.frames
     return medium.samples if isinstance(medium, Sound) else medium
-
-
-def _metadata(size: VideoSize) -> dict[str, Any]:
-    """Return fields of Transformers' `VideoMetadata`."""
-    return {
-        "total_num_frames": size.num_frames,
-        "fps": size.frame_rate,
-        "width": size.width,
-        "height": size.height,
-        "duration": size.seconds,
-    }
 
 
 def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:

@@ -124,8 +124,9 @@ class SearchRequest:
         return RunConstraints(nodes, self.num_gpus // nodes, workload.sequence_length, workload.global_batch_size)
 
 
-Computation = Literal["forward", "head", "layer", "tower", "nothing"]
-"""Computation at a moment of a step: forward, the head backward, a layer or the tower backward, or none any more."""
+Computation = Literal["embedding", "forward", "head", "layer", "tower", "nothing"]
+"""Computation at a moment: the embedding forward, what follows it forward, the head backward, a layer or the tower
+backward, or none any more."""
 
 
 @dataclass(frozen=True)

@@ -175,16 +175,17 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     moments = case.engine.moments(case, stage)
     gradients, arriving = max(one.gradients for one in moments), max(one.arriving for one in moments)
     for moment in moments:
-        if not learns and moment.computes not in ("forward", "head"):
+        if not learns and moment.computes not in ("embedding", "forward", "head"):
             continue
         states = (weights, moment.gradients * learns, optimizer * learns)
         # Before the layers of text run, the towers do.
         sees = moment.computes == "tower" or (moment.computes == "forward" and moment.idle_layers == stage.num_layers)
         passing = (
             per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
-            + media.kept * (moment.computes != "nothing"),
-            workspace * (moment.computes == ("layer" if learns else "forward")) + media.workspace * sees,
-            logits if moment.computes == "head" else kept_logits * (moment.computes != "forward"),
+            + media.kept * (moment.computes not in ("embedding", "nothing")),
+            workspace * (moment.computes in (("layer",) if learns else ("embedding", "forward")))
+            + media.workspace * sees,
+            logits if moment.computes == "head" else kept_logits * (moment.computes not in ("embedding", "forward")),
             messages + moment.buffers + moment.arriving,
         )
         # States last for the whole run: in flat buffers they leave no gaps.

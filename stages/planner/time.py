@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.models.shape import ModelShape
+from stages.models.tower import Tower
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.activations import kept_by_layer, recomputed_products_share
@@ -24,8 +25,7 @@ from stages.planner.kernels import layer_kernels
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
 from stages.planner.split import not_summed_beside, split_values
-from stages.planner.tower_time import tower_time
-from stages.planner.workload import ProgramTraits, Workload
+from stages.planner.workload import ProgramTraits, RowMedia, Workload
 
 ASKED_S = 82e-6
 """Host seconds for each kernel of a layer in which torch asks Python whether to keep an operation's result.
@@ -241,7 +241,7 @@ def _parts(case: TimedCase) -> TimeParts:
         bubble=bubble_s,
         data_parallel=case.engine.data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
         optimizer=_optimizer_s(staged, slowest),
-        tower=micro_batches * _sum(tower_time(case)),
+        tower=micro_batches * _sum(_tower(case)),
         method_passes=case.workload.passes.each_step * _forward_pass_s(case),
     )
 
@@ -266,9 +266,38 @@ def _forward_pass_s(case: TimedCase) -> float:
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
     layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
-    model_s += tower_time(case).forward_s
+    model_s += _tower(case).forward_s
     # A stage takes model_s / pp; the last micro-batch leaves the pipeline pp - 1 such times after it entered.
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
+
+
+def _tower(case: TimedCase) -> PassTimes:
+    """Return the seconds of a micro-batch's media on one process rank; recomputation counts as backward.
+
+    Products run at the full matmul rate. What a layer keeps for its backward pass is written and read once on the way,
+    and the host launches as many kernels as for a layer of text: two assumptions.
+    """
+    by_tower = (_tower_pass(case, tower, media) for tower, media in case.workload.media_by_tower(case.shape))
+    return sum(by_tower, PassTimes(0.0, 0.0))
+
+
+def _tower_pass(case: TimedCase, tower: Tower, media: RowMedia) -> PassTimes:
+    workload, hardware = case.workload, case.hardware
+    patches = media.of_row(tower) * case.layout.micro_batch_size
+    learns = workload.learns(tower.part)
+    flops = tower.flops(tower_learns=learns, projector_learns=workload.learns("projector"))
+    rate = hardware.sustained_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
+    rate *= hardware.efficiency.matmul
+    products = PassTimes(flops.forward(patches) / rate, (flops.training(patches) - flops.forward(patches)) / rate)
+    moved_s = 2 * sum(patches) * tower.kept(workload.compute_bytes).layers / memory_rate(hardware)
+    host_s = tower.num_layers * layer_kernels(case) * hardware.efficiency.launch_s
+    forward_s = products.forward_s + moved_s
+    backward_s = products.backward_s + 2 * moved_s * learns
+    if learns and case.layout.recomputes:
+        backward_s += forward_s if case.layout.recompute == "full" else moved_s
+    if hardware.host_is_device:
+        return PassTimes(forward_s + host_s, backward_s + 2 * host_s * learns)
+    return PassTimes(math.hypot(forward_s, host_s), math.hypot(backward_s, 2 * host_s * learns))
 
 
 def _head(case: TimedCase) -> PassTimes:

@@ -95,7 +95,7 @@ class FsdpCosts(EngineCosts):
         # Forward, a group's buffer is kept until the next one is copied out of its own: first the root's.
         first = (not is_alone) * outside + ahead * layer.gathered
         moments = [
-            Moment("forward", sums, whole + outside, first, num_layers),
+            Moment("embedding", sums, whole + outside, first, num_layers),
             Moment("forward", sums, held + layer.gathered, arriving + ahead * layer.gathered, ahead),
             Moment("forward", sums, held + layer.gathered, arriving),
             Moment("head", sums, held + is_kept * layer.gathered, min(behind, num_layers) * layer.gathered),
@@ -117,6 +117,10 @@ class FsdpCosts(EngineCosts):
         # The embedding is gathered for a backward pass that does not need it; then both are reduced, the root first.
         shards = sums or shard * num_layers * layer.learning
         if case.workload.media:
+            # Towers run once tokens are embedded, and the embedding's weights are given back.
+            moments.append(
+                Moment("forward", sums, whole + root.gathered + is_kept * embedding.gathered, 0.0, num_layers)
+            )
             moments.append(Moment("tower", shards, root.gathered + waiting * root.learning + kept, 0.0, num_layers))
         buffers = root.gathered + waiting * root.learning + reduced * layer.learning + embedding.gathered
         moments.append(Moment("nothing", shards, buffers, gathers_ahead * embedding.gathered, num_layers))

@@ -17,7 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import DataError, ModelError
+from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.parts import parts_of
+from stages.engines.media import with_media
+from stages.models.media import SoundSize
+from stages.models.processor import MediaProcessor
 from tests.unit.stages.data.media.conftest import byte_tokenizer, sound
 from tests.unit.stages.kinds.train.media_training import (
     first_losses,
@@ -124,6 +128,20 @@ def test_supervised_training_begins_with_the_loss_of_transformers_and_its_export
     assert losses[-1] < losses[0]
     assert loss_of_transformers(exported, exported) < expected
     assert load_file(exported / WEIGHTS).keys() == load_file(inputs["base"] / "model" / WEIGHTS).keys()
+
+
+def test_spectrograms_of_a_batch_are_made_once(inputs):
+    processor = MediaProcessor(inputs["base"] / "model")
+    sizes = [SoundSize(8000, 16000), SoundSize(16000, 16000)]
+    documents = [
+        torch.tensor([token for size in own for token in processor.token_ids(size)]) for own in (sizes, sizes[:1])
+    ]
+    counted = processor.patches_by_tower([*sizes, sizes[0]])
+    processor.patches.cache_clear()
+    sounds = [[processor.drawn(one) for one in own] for own in (sizes, sizes[:1])]
+    batch = with_media(packed(documents), sounds, processor)
+    assert processor.patches.cache_info().misses == 0
+    assert batch.inputs.media.patches == counted and len(counted["audio_tower"]) == 3
 
 
 @pytest.mark.nightly
