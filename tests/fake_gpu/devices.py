@@ -96,6 +96,10 @@ def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, backend=None, **options: new_group(*arguments, **options)
 
 
+def _rand(rand: Any, *size: Any, **options: Any) -> Any:
+    return 1.0 if size == ([],) else rand(*size, **options)
+
+
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that reads tensor values, so that it gets real tensors although all other tensors are fake."""
 
@@ -195,6 +199,8 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     # They compare numbers of tokens by value, of which a document of another form would be guessed.
     (modeling_qwen2_audio, "torch_compilable_check", lambda *_: None),
     (modeling_qwen2_audio, "is_torchdynamo_compiling", lambda: True),
+    # By a number between 0 and 1 a layer of its tower is left out at random: unknown, it would leave out all of them.
+    (torch, "rand", partial(_rand, torch.rand)),
     (dist, "all_gather_object", _all_gather_object),
     (dist, "new_group", _without_backend(dist.new_group)),
 )

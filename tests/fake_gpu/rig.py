@@ -313,5 +313,9 @@ PICTURES = {
 }
 """Training steps on rows with pictures."""
 SECONDS_30 = SoundSize(30 * 16000, 16000)
-SOUNDS = {"full": Case("qwen2-audio-7b", {"dp_shard": 8, "recompute": "full"}, media=4, medium=SECONDS_30)}
+_SOUNDS = Case("qwen2-audio-7b", {"dp_shard": 8}, media=4, medium=SECONDS_30)
+SOUNDS = {
+    "full": replace(_SOUNDS, layout={"dp_shard": 8, "recompute": "full"}),
+    "tower alone": replace(_SOUNDS, options={"freeze": ["language_model"]}),
+}
 """Training steps on rows with sounds."""
