@@ -126,11 +126,13 @@ def make_data(num_steps):
 @pytest.fixture(scope="module")
 def plain(models, data):
     """Provide results of plain Transformers training for each model: losses, gradient norms, the trained model."""
-    return {name: train_plainly(models / name, data) for name in MODELS}
+    # Of this model, Transformers' own fp32 is 1.3e-5 off its fp64 in the norm of the third step's gradient.
+    dtypes = {"stateful": torch.float64}
+    return {name: train_plainly(models / name, data, dtypes.get(name, torch.float32)) for name in MODELS}
 
 
-def train_plainly(folder, data):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def train_plainly(folder, data, dtype=torch.float32):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     moe = MOE.get(folder.name, {})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (moe.get("freeze_router") and name.endswith(".gate.weight")))
