@@ -61,6 +61,8 @@ SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 EQUAL, MASKED_EQUAL = 4, 7
+TSYNC = 4
+"""Attribute of libseccomp's filters (SCMP_FLTATR_CTL_TSYNC) by which all threads of the process get it."""
 
 
 class ArgumentCondition(ctypes.Structure):
@@ -112,6 +114,8 @@ def permit_computing_only() -> None:
     permit("mmap", [ArgumentCondition(3, MASKED_EQUAL, mmap.MAP_ANONYMOUS, mmap.MAP_ANONYMOUS)])
     permit("prlimit64", [ArgumentCondition(0, EQUAL, 0), ArgumentCondition(2, EQUAL, 0)])  # reading its own limits
     permit("tgkill", [ArgumentCondition(0, EQUAL, os.getpid())])  # abort(): a signal to itself
+    # Threads that are there already, such as those of a library or of imported code, get the same filter.
+    _checked_seccomp(library.seccomp_attr_set(calls, TSYNC, 1))
     # From here on this process cannot take any of it back, nor can what it runs.
     _checked_seccomp(library.seccomp_load(calls))
     library.seccomp_release(calls)

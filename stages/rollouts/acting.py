@@ -120,13 +120,16 @@ def play_all(
     options: SamplingOptions,
     kept: Path,
     report: Callable[[int, int], None],
+    warn: Callable[[str], None],
 ) -> list[PlayedEpisode]:
     """Play `num_samples` episodes of each prompt, and return them in the order of the prompts.
 
     options: `max_tokens` is of a turn. kept: file that episodes are appended to; those in it are not played again.
-    report(done, all): called now and then. Raises DataError for an environment that fails or does not suit the model's
-    template, and as `ask_all` does.
+    report(done, all): called now and then. warn: called with what people should know of this machine. Raises DataError
+    for an environment that fails or does not suit the model's template, and as `ask_all` does.
     """
+    for warning in environment.warnings():
+        warn(warning)
     reader = turn_reader(served.folder, environment, prompts)
     played = {(one.prompt, one.sample): one for one in read_kept(kept, PlayedEpisode)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]

@@ -114,7 +114,7 @@ def _played(
     def report(num_done: int, num_all: int) -> None:
         context.progress(num_done, num_all, "episodes", f"acting on {task}")
 
-    return play_all(model, prompts, config.environment, options, kept, report)
+    return play_all(model, prompts, config.environment, options, kept, report, context.warn)
 
 
 def _rows(

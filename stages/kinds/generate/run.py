@@ -124,7 +124,7 @@ def _played(
         context.progress(num_done, num_all, "episodes", "acting")
 
     with full_disk_named("keeping episodes", kept):
-        return play_all(served, prompts, environment, config.sampling_options, kept, report)
+        return play_all(served, prompts, environment, config.sampling_options, kept, report, context.warn)
 
 
 def _named(prompts: Sequence[RenderedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:

@@ -5,7 +5,7 @@ A new environment is a module here and a line in `registry.py`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -123,6 +123,10 @@ class EnvironmentConfig(StrictModel, ABC):
 
         Raises a LifecycleError for something missing.
         """
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what people should know of this machine before the environment runs on it."""
+        return iter(())
 
     def custom_code(self) -> str | None:
         """Return the name of the recipe's code that the environment runs; None without code."""

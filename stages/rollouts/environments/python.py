@@ -17,6 +17,7 @@ from stages.core.fields import Seconds
 from stages.core.program import Program, ProgramEndedError, ProgramError
 from stages.core.redaction import shortened
 from stages.data.messages import RowError, Tool, make_message, parse_tools
+from stages.rewards import code_program
 from stages.rollouts.environments.environment import Action, EnvironmentConfig, MakeEnvironment, Step, tool_message
 
 MAX_SHOWN = 60
@@ -68,6 +69,13 @@ class PythonEnvironment(EnvironmentConfig):
                 return self._ask(program, question)
 
             yield lambda: PythonEpisode(self, ask, next(numbers))
+
+    def warnings(self) -> Iterator[str]:
+        if not code_program.landlock_version():
+            yield (
+                f"the environment {self.custom_code()} can read the stage's environment variables on this machine: its "
+                "kernel has no Landlock (Linux 5.13 and later)"
+            )
 
     def custom_code(self) -> str:
         return f"{self.python}: {self.class_name}"

@@ -22,7 +22,7 @@ MOST_ANSWER_CHARACTERS = 1 << 20
 
 def begin(file: str, name: str, memory_bytes: int) -> Callable[[dict[str, Any]], Any]:
     """Import the author's file, confine this process, and return the function that asks their objects."""
-    with contextlib.suppress(OSError):  # without Landlock
+    with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()  # the environment of the stage's process has keys
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
     try:

@@ -289,6 +289,8 @@ class RolloutBatches:
         """Return the player of episodes, if the recipe has an environment, which the first call opens."""
         config = self._options.environment
         if config and self._episodes is None:
+            for warning in config.warnings():
+                self._context.warn(warning)
             make = self._resources.enter_context(config.opened())
             most, of_turn = self._server.packing.most_tokens, self._options.max_completion_length
             reader = turn_reader(self._data.config, self._data.model, config, self._prompts)

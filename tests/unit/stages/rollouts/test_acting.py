@@ -207,7 +207,7 @@ def test_the_best_episodes_become_rows_that_teach_to_call_tools(
     options = replace(read.prompt_options, portion=Portion("training", "products"))
     prompts = read_prompts(questions, options, folder)
     assert read.environment
-    played = play_all(server.served, prompts, read.environment, read.sampling_options, tmp_path / "kept", print)
+    played = play_all(server.served, prompts, read.environment, read.sampling_options, tmp_path / "kept", print, print)
     for number, asked in enumerate(prompts):
         own = played[number * NUM_SAMPLES : (number + 1) * NUM_SAMPLES]
         rewards = [float(one.text == asked.prompt.reference) for one in own]

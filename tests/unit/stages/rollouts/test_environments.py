@@ -22,6 +22,7 @@ from stages.data.calculator import DEFINITION, calculate
 from stages.data.messages import Conversation, make_message, parse_tools
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
+from stages.rewards import code_program
 from stages.rollouts.environments.calls import PARSERS, parse_llama3_json
 from stages.rollouts.environments.environment import Action, Call, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader, TurnRequest
@@ -386,7 +387,8 @@ def test_one_environment_is_named_by_its_field() -> None:
 
 
 GAME = """
-import socket, time
+import socket, threading, time
+{at_import}
 FREE = socket.socket
 class Environment:
     tools = {tools}
@@ -399,15 +401,24 @@ class Environment:
 """
 
 
-def own(folder: Path, tmp_path: Path, step: str, turns: list[str], tools: str = "[]", **fields: Any):
+def own(
+    folder: Path,
+    tmp_path: Path,
+    step: str,
+    turns: list[str],
+    tools: str = "[]",
+    at_import: str = "",
+    most_tokens: int = 1000,
+    **fields: Any,
+):
     """Play one episode in an author's environment, whose method `step` is given."""
-    (tmp_path / "env.py").write_text(GAME.format(step=step, tools=tools))
+    (tmp_path / "env.py").write_text(GAME.format(step=step, tools=tools, at_import=at_import))
     config = TypeAdapter(AnyEnvironment).validate_python({"python": tmp_path / "env.py", **fields})
     prompt = Conversation([make_message("user", "Play.")], tools=config.definitions)
     tokenizer, encode = DocumentTokenizer(folder, None, "assistant"), AutoTokenizer.from_pretrained(folder).encode
     reader = TurnReader.proved(tokenizer, encode("<|im_end|>"), config, prompt)
     with config.opened() as make:
-        episodes = Episodes(config, make, reader, 1000, 64, lambda seed, turn: seed)
+        episodes = Episodes(config, make, reader, most_tokens, 64, lambda seed, turn: seed)
         start = EpisodeStart(prompt, tokenizer.encode_prompt(prompt)[1], {"number": 7}, 5)
         return episodes.play([start], Scripted([encode(turn) for turn in turns]))[0]
 
@@ -440,6 +451,16 @@ def test_an_author_s_class_answers_and_rewards(folder: Path, tmp_path: Path) -> 
         ("FREE()", "PermissionError"),
         ("__import__('os')._exit(3)", "ended its process with exit code 3"),
         ("return ('x' * (1 << 40), 1, False)", "MemoryError"),
+        ("self.leak = [bytearray(1 << 29) for _ in range(9)]", "MemoryError"),
+        ("return ('more', float('inf'), False)", "step gave Infinity; expected a finite number as reward"),
+        ("return ('more', True, False)", "step gave true; expected a finite number as reward"),
+        ("return ('more', 1, 'no')", 'step gave "no"; expected true or false for done'),
+        ("return (['more', 5], 1, False)", "expected a text as observation, or a list"),
+        ("return (b'more', 1, False)", "is not JSON serializable"),
+        ("raise SystemExit(1)", "ended its process with exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", "PermissionError"),
+        ("x = []; x.append(x); return (x, 1, False)", "RecursionError"),
+        ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
     ],
 )
 def test_what_an_author_s_class_does_wrong_is_one_sentence(
@@ -448,6 +469,42 @@ def test_what_an_author_s_class_does_wrong_is_one_sentence(
     with pytest.raises(DataError) as error:
         own(folder, tmp_path, step, ["5<|im_end|>"], timeout_s=2)
     assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_thread_that_an_author_s_file_started_has_no_network_either(folder: Path, tmp_path: Path) -> None:
+    thread = """
+problems, go = [], threading.Event()
+def call():
+    go.wait()
+    try:
+        socket.create_connection(("127.0.0.1", 1))
+    except OSError as error:
+        problems.append(type(error).__name__)
+threading.Thread(target=call, daemon=True).start()
+"""
+    step = "go.set(); time.sleep(0.5); return (problems[0], 0, False)"
+    episode = own(folder, tmp_path, step, ["1<|im_end|>", "<|im_end|>"], at_import=thread, max_turns=2)
+    assert "PermissionError" in answers(folder, episode)[0]
+
+
+def test_an_environment_says_what_it_could_read_where_the_kernel_has_no_landlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = TypeAdapter(AnyEnvironment).validate_python({"python": "env.py"})
+    monkeypatch.setattr(code_program, "landlock_version", lambda: 1)
+    assert list(config.warnings()) == list(environment().warnings()) == []
+    monkeypatch.setattr(code_program, "landlock_version", lambda: 0)
+    (warning,) = config.warnings()
+    assert "env.py: Environment can read the stage's environment variables" in warning
+
+
+def test_arguments_that_are_nested_deeply_do_not_end_a_training(folder: Path, tmp_path: Path) -> None:
+    step = "return (['5'], 0, False) if action['calls'] else ('6', 0, False)"
+    for depth in (200, 900, 5000):
+        nested = "[" * depth + "]" * depth
+        turn = f'<tool_call>{{"name": "f", "arguments": {{"a": {nested}}}}}</tool_call><|im_end|>'
+        episode = own(folder, tmp_path, step, [turn, "x<|im_end|>"], '[{"name": "f"}]', max_turns=2, most_tokens=20_000)
+        assert len(episode.segments) == 3, depth
 
 
 def test_megabytes_of_an_environment_are_cut(folder: Path, tmp_path: Path) -> None:
