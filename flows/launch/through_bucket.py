@@ -109,8 +109,9 @@ class JobMirror:
             return
         fresh, here = self._work / LAUNCH_FOLDER / SCRATCH_FOLDER, self._work / SCRATCH_FOLDER
         shutil.rmtree(fresh, ignore_errors=True)
-        for name, entry in parcel.files.items() if self._scratch else ():
-            if self._scratch.files.get(name) == entry and (here / name).exists():
+        earlier = self._scratch.files if self._scratch else {}
+        for name, entry in parcel.files.items():
+            if earlier.get(name) == entry and (here / name).exists():
                 (fresh / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(here / name, fresh / name)
         self._remote.receive(parcel.files, fresh)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,12 @@ class Objects:
 
         part_bytes = max(CHUNK_BYTES, file.stat().st_size // MOST_PARTS + 1)
         with self._explained(f"sending {name}"):
-            options = {"chunk_size": part_bytes, "max_concurrency": PARTS_AT_A_TIME}
-            _until(lambda: obstore.put_async(self._store, name, file, **options), check)
+            _until(
+                lambda: obstore.put_async(
+                    self._store, name, file, chunk_size=part_bytes, max_concurrency=PARTS_AT_A_TIME
+                ),
+                check,
+            )
 
     def receive(
         self, name: str, size_bytes: int, take: Callable[[bytes], object], check: Callable[[], None], first: int = 0
@@ -151,8 +156,8 @@ class Objects:
             end = min(start + CHUNK_BYTES, size_bytes)
             with self._explained(f"receiving {name}"):
                 try:
-                    span = {"start": start, "end": end}
-                    chunk = bytes(_until(lambda span=span: obstore.get_range_async(self._store, name, **span), check))
+                    ask = partial(obstore.get_range_async, self._store, name, start=start, end=end)
+                    chunk = bytes(_until(ask, check))
                 except FileNotFoundError:
                     raise TransientError(
                         f"{self.address} does not have {name}, which a record names; run this again, and if it stays "

@@ -171,12 +171,12 @@ class MediaProcessor:
         features: of all documents of these media, if there are any: spectrograms are not made again to be counted.
         """
         heard = [one[SPECTROGRAM] for one in features if SPECTROGRAM in one]
-        found: dict[ModelPart, list[int]] = {part: [] for part in TOWERS}
+        patches: dict[ModelPart, list[int]] = {part: [] for part in TOWERS}
         for size in (one for one in sizes if not (heard and isinstance(one, SoundSize))):
-            found[TOWER_OF[kind_of(size)]] += self.patches(size)
+            patches[TOWER_OF[kind_of(size)]] += self.patches(size)
         for sounds in heard:
-            found[TOWER_OF["audio"]] += [self._num_frames(sounds[:1])] * len(sounds)
-        return found
+            patches[TOWER_OF["audio"]] += [self._num_frames(sounds[:1])] * len(sounds)
+        return patches
 
     def _num_frames(self, spectrograms: Tensor) -> int:
         return num_frames(spectrograms.shape, self._processor.feature_extractor.feature_size)

@@ -163,7 +163,7 @@ class Proxy:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Forward a client's request and the engine's answer; ends the engine's work when the client disconnects."""
-        response = self._refusal(request)
+        response: web.StreamResponse | None = self._refusal(request)
         if response is None:
             with self._until_revoked(request):
                 response = await self._admitted(request)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND_LINES = {
     "flows.champion.key": "plans of every version that runs beside this one",
     "flows.champion.promotion": "the stage process of a promotion, and its hook",
+    "flows.launch.away_task": "pods without a shared volume",
     "flows.launch.agent": "what watches a job of a cluster; it outlives the refresh",
     "flows.launch.node_task": "Jobs of Kubernetes, and steps of Slurm jobs that are queued",
     "flows.launch.slurm_batch": "Slurm jobs that are queued",
