@@ -83,7 +83,8 @@ def find_log(name: str, refresh: str | None) -> StageLog:
         raise StoreError(f"looking for the log of {name}: refresh {refresh} has not tried to build it")
     artifact = find_artifact(store.index(), name)
     if artifact.record.attempt and store.remote and not (artifact.folder / LOG_FILE).exists():
-        return StageLog(_of_another_home(store, *artifact.record.attempt.split("/")))
+        refresh_id, _, attempt = artifact.record.attempt.partition("/")
+        return StageLog(_of_another_home(store, refresh_id, attempt))
     return StageLog(artifact.folder)
 
 

@@ -14,6 +14,7 @@ Prefect, MLflow, views and commands read from here what happened; they never nee
 
 import errno
 import os
+import re
 import secrets
 import sys
 import time
@@ -110,6 +111,10 @@ class Ledger:
         if not events or not isinstance(events[0], RefreshBegan):
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: its first event is missing")
         return fold(events)
+
+
+REFRESH_ID = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{4}")
+"""Form of a refresh's id, whole, as `new_refresh_id` makes it."""
 
 
 def new_refresh_id(recipe: str) -> str:

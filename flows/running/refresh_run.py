@@ -172,13 +172,13 @@ class RefreshRun:
             self._share_ledger(name)
             raise
         self._note_built(built)
-        self._share_ledger(name)
         if built.server:
             # The slots stay held until the server is stopped.
             self.servers.keep(name, built.server, held)
         else:
             held.release()
         self.servers.done_with(name)
+        self._share_ledger(name)
         return built
 
     def check_inputs(self, log: Log) -> None:
@@ -250,7 +250,7 @@ class RefreshRun:
         attempts = self.record.attempts_at(stage) if stage else []
         try:
             copy_ledger(self.store, self.ledger, attempts[-1] if attempts else None)
-        except LifecycleError as error:  # the ledger here is whole, and is copied again at the next end
+        except (LifecycleError, OSError) as error:  # the ledger here is whole, and is copied again at the next end
             print_line(f"warning: other homes do not see yet how this refresh goes: {error}")
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:

@@ -201,6 +201,7 @@ class _Running:
         # The log holds the output of earlier attempts, too, whose errors must not be taken for this one's.
         log_begin = (work / LOG_FILE).stat().st_size if (work / LOG_FILE).exists() else 0
         process: Process | None = None
+        folder = work
         try:
             with store.explained(f"start {planned.name}"):
                 process = self.launch(work, traced(planned.config, key))
@@ -214,6 +215,7 @@ class _Running:
             # Before the commit: a crash after it then leaves an artifact that still has to be registered.
             hook.mark(work, planned.kind)
             artifact = commit(store, planned, self.inputs, result, seconds=seconds, attempt=key)
+            folder = artifact.folder
             if is_pending(artifact.folder):
                 result = hook.complete(store, planned, artifact.folder, observer.tick, self.stop)
             if claim:
@@ -221,9 +223,9 @@ class _Running:
         except BaseException as error:
             if process:
                 process.stop()
-            observer.ended(AttemptEnd(work, time.monotonic() - started_s, None, error))
+            observer.ended(AttemptEnd(folder, time.monotonic() - started_s, None, error))
             raise
-        observer.ended(AttemptEnd(artifact.folder, seconds, result, None))
+        observer.ended(AttemptEnd(folder, seconds, result, None))
         server = LiveServer(result.lease, process) if result.lease else None
         return self._stage("built", seconds, artifact, server)
 
@@ -264,13 +266,13 @@ class _Running:
         )
 
     def _wait(self) -> None:
-        """Be called while another process builds the same artifact; raise RefreshStoppedError to end the wait."""
+        """Raise RefreshStoppedError if the refresh is stopped while another process builds the same artifact."""
         self.observer.waiting()
         if self.stop.is_set():
             raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")
 
     def _go_on(self) -> None:
-        """Be called during a transfer from or to the shared store; raise RefreshStoppedError to end it."""
+        """Raise RefreshStoppedError if the refresh is stopped during a transfer from or to the shared store."""
         if self.stop.is_set():
             raise RefreshStoppedError(f"{self.planned.name} was stopped between the shared store and this machine")
 

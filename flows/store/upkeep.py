@@ -47,8 +47,8 @@ def find_unneeded(
     Kept are, of each stage of each recipe, the artifact that was sent last, those with versions in `protected`, all
     that these were built from, the ledgers of the refreshes that built them, and what was written in the last two
     days: a home may be about to name it in a record.
-    Beside them comes why objects below `records/` are none; while an artifact's record cannot be read, all contents are
-    kept, since it may name them.
+    Beside them comes why objects below `records/` are none; while an artifact's record cannot be read, all artifacts
+    and contents are kept, since it may name them.
     """
     before_s = time.time() - max(older_than_days * SECONDS_PER_DAY, 2 * FRESH.total_seconds())
     sent: dict[str, tuple[Artifact, Listed]] = {}
@@ -59,8 +59,11 @@ def find_unneeded(
         else:
             sent[listed.name] = Artifact(Path(listed.name), shared.record, listed.written.timestamp()), listed
     kept = needed(Index(artifact for artifact, _ in sent.values()), protected, ())
+    are_known = not any(RECORD_NAME.fullmatch(name) for name in unread)
     superseded = [
-        listed for artifact, listed in sent.values() if artifact not in kept and listed.written.timestamp() < before_s
+        listed
+        for artifact, listed in (sent.values() if are_known else ())
+        if artifact not in kept and listed.written.timestamp() < before_s
     ]
     gone = {listed.name for listed in superseded}
     named = {
@@ -78,7 +81,6 @@ def find_unneeded(
         if one.name.endswith(".json") and (held := remote.objects.read(one.name)):
             # Of a job that waits in its queue, or runs, for longer than contents without a record are kept.
             named |= {blob_name(digest) for digest in SHA256.findall(held.content.decode("utf-8", "replace"))}
-    are_known = not any(RECORD_NAME.fullmatch(name) for name in unread)
     blobs = [one for one in remote.objects.below("blobs") if one.name not in named] if are_known else []
     ledgers = (one for one in remote.objects.below(SHARED_LEDGERS) if one.name.split("/")[1] not in refreshes)
     unneeded = [
