@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 SPLIT_TOKENS: dict[str, dict[str, Any]] = {
     f"{name}, tokens{''.join(f', {one}' for one in more.values())}": {**LAYOUTS[name], "sequence_parallel": True} | more
     for name in ("tp", "tp, dp", "cp, tp")
-    for more in ({}, {"recompute": "full"}, {"recompute": "selective"})
+    for more in ({}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"})
 }
 """Layouts whose processes have tokens of their own between blocks."""
 IN_TOKENS = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_neox", "qwen3", "starcoder2")
@@ -46,6 +46,7 @@ OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp, compiled": {"tp": 2, "micro_batch_size": 2, "compile": True},
     "cp, compiled": {"cp": 2, "micro_batch_size": 2, "compile": True, "recompute": "selective"},
     "tp, dp, offloaded": {**LAYOUTS["tp, dp"], "cpu_offload": True},
+    "tp, dp, activations offloaded": {**LAYOUTS["tp, dp"], "recompute": "offload"},
 }
 """Layouts that few families are trained under."""
 SPREAD = (

@@ -108,7 +108,9 @@ def check_split(
     measured = []
     experts = f", and its experts over ep {layout.ep} processes" if layout.ep > 1 else ""
     how = f"split over tp {layout.tp} processes by Transformers' plan{experts}, {type(whole.causal_lm).__name__}"
-    remedy = f"set {'`tp: 1`' if layout.ep == 1 else '`tp: 1` and `ep: 1`'}, and spread the model by `dp_shard`"
+    whole_tokens = "`sequence_parallel: false`, or " if layout.tp > 1 and layout.sequence_parallel else ""
+    ones = "`tp: 1`" if layout.ep == 1 else "`tp: 1` and `ep: 1`"
+    remedy = f"set {whole_tokens}{ones}, and spread the model by `dp_shard`"
     for model, split_as, own in zip((split, whole), layouts, meshes, strict=True):
         keep_kinds_of_layers(model.causal_lm)
         for parameter in model.parameters():

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
     TensorParallelLayer,
-    replace_layer_number_by_wildcard,
 )
 
 from stages.adapters.files import INNER
@@ -26,6 +25,7 @@ from stages.engines.fsdp.tensor_parallel import (
     block_input,
     changed,
     end_block,
+    generic,
     is_split,
     style_of,
     summed,
@@ -47,8 +47,8 @@ def plan_adapters(causal_lm: Any) -> None:
         if not hasattr(module, "lora_A"):
             continue
         wrapped = name.replace(INNER, "")
-        if own := plan.get(_generic(wrapped)):
-            extended[_generic(wrapped)] = style = f"{own}_around_adapter"
+        if own := plan.get(generic(wrapped)):
+            extended[generic(wrapped)] = style = f"{own}_around_adapter"
             ALL_PARALLEL_STYLES.register(style, _AroundAdapter(own))
         held = [f"{INNER}.{one}" for one, _ in module.base_layer.named_parameters(recurse=False)]
         of_held = {one: style_of(f"{wrapped}{one.removeprefix(INNER)}", plan) for one in held}
@@ -56,7 +56,7 @@ def plan_adapters(causal_lm: Any) -> None:
         of_factors = _styles_of_factors(module, style_of(f"{wrapped}.{parameter}", plan))
         for one, of_one in {**of_held, **of_factors}.items():
             if of_one and of_one in ROWS + COLUMNS:
-                extended[_generic(f"{name}{one}")] = of_one
+                extended[generic(f"{name}{one}")] = of_one
     causal_lm.tp_plan = extended
 
 
@@ -73,10 +73,6 @@ def _styles_of_factors(module: Any, style: str | None) -> dict[str, str]:
         module.lora_B.default.is_cut = True
         return {}
     return {".lora_B.default.weight": "colwise", ".lora_magnitude_vector.default.weight": "colwise"}
-
-
-def _generic(name: str) -> str:
-    return str(replace_layer_number_by_wildcard(name))
 
 
 class _AroundAdapter(TensorParallelLayer):

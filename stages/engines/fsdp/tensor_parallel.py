@@ -185,8 +185,13 @@ def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
 
 def style_of(weight: str, plan: dict[str, str]) -> str | None:
     """Return the style of a plan for a weight: its own, or its module's."""
-    generic = replace_layer_number_by_wildcard(weight)
-    return plan.get(generic, plan.get(generic.rpartition(".")[0]))
+    name = generic(weight)
+    return plan.get(name, plan.get(name.rpartition(".")[0]))
+
+
+def generic(name: str) -> str:
+    """Return the name of a module or weight as plans have it, with a wildcard for its layer's number."""
+    return str(replace_layer_number_by_wildcard(name))
 
 
 def _split_by_plan(causal_lm: Any, mesh: DeviceMesh) -> None:
@@ -198,7 +203,7 @@ def _split_by_plan(causal_lm: Any, mesh: DeviceMesh) -> None:
                 style = ALL_PARALLEL_STYLES[own]
                 style.validate_param(module, weight, mesh, parameter_name=f"{name}.{weight}")
                 style.shard_param(module, weight, mesh)
-        if of_module := plan.get(replace_layer_number_by_wildcard(name)):
+        if of_module := plan.get(generic(name)):
             if of_module.startswith("mla_kv_a_proj"):  # also around an adapter
                 module.config = causal_lm.config.get_text_config()  # this style asks it for the width of its parts
             ALL_PARALLEL_STYLES[of_module].install_forward(module, mesh)
@@ -210,7 +215,7 @@ def _plan_of_text(causal_lm: Any) -> dict[str, str]:
     known = set()
     for layer in text_layers(causal_lm):
         inner = [*layer.named_modules(remove_duplicate=False), *layer.named_parameters(remove_duplicate=False)]
-        known |= {replace_layer_number_by_wildcard(f"{names[layer]}.{name}") for name, _ in inner}
+        known |= {generic(f"{names[layer]}.{name}") for name, _ in inner}
     return {name: style for name, style in causal_lm.tp_plan.items() if name in known}
 
 

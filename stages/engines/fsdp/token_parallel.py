@@ -23,12 +23,11 @@ from transformers.distributed.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
     TensorParallelLayer,
-    replace_layer_number_by_wildcard,
 )
 
 from stages.adapters.files import INNER
 from stages.core.errors import ModelError
-from stages.engines.fsdp.tensor_parallel import changed, style_of, summed_gradients
+from stages.engines.fsdp.tensor_parallel import changed, generic, style_of, summed_gradients
 from stages.models.layers import text_layers
 
 SUMMED = "replicated_with_grad_allreduce"
@@ -202,8 +201,10 @@ class _RowsToTokens(RowwiseParallel):
         group = mesh.get_group()
 
         def to_tokens(states: Tensor) -> Tensor:
-            bias = None if module.bias is None else module.bias.to_local()
-            return self.add_up(linear(states, module.weight.to_local()), bias, group)
+            # In the module's table, by which `recompute: offload` knows gathered weights from activations.
+            with changed(module, DTensor.to_local):
+                own, bias = linear(states, module.weight), module.bias
+            return self.add_up(own, bias, group)
 
         module.forward = to_tokens
         return module
@@ -232,9 +233,9 @@ def split_tokens(causal_lm: Any, group: dist.ProcessGroup) -> None:
             weights = {name: one for name, one in child.named_parameters(prefix) if "lora_" not in name}
             styles = {style_of(name.replace(INNER, ""), plan) for name in weights}
             if {"colwise", "rowwise"} <= styles <= FORM.keys():
-                around[_generic(prefix)] = BLOCK
+                around[generic(prefix)] = BLOCK
             elif styles <= {None} and all(one.ndim == 1 for one in weights.values()):
-                around |= {_generic(name.rpartition(".")[0]): SUMMED for name in weights}
+                around |= {generic(name.rpartition(".")[0]): SUMMED for name in weights}
             else:
                 raise _other_form(causal_lm, prefix, "is no norm, and no block of columns, then rows, in its plan")
     causal_lm.tp_plan = {name: FORM.get(style, style) for name, style in plan.items()} | around
@@ -252,10 +253,6 @@ def _to_all(forward: Callable[..., Any], states: Tensor, *args: Any, **options: 
     if isinstance(own, tuple):
         return _Exchange.apply(own[0], tokens.all, tokens.own), *own[1:]
     return _Exchange.apply(own, tokens.all, tokens.own)
-
-
-def _generic(name: str) -> str:
-    return str(replace_layer_number_by_wildcard(name))
 
 
 def _other_form(causal_lm: Any, name: str, why: str) -> ModelError:

@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.core.errors import ModelError
-from stages.engines.fsdp import offload
+from stages.engines.fsdp import offload, token_parallel
 from stages.engines.fsdp.offload import offload_activations
+from stages.parallel.processes import joined_processes
 
 WIDTH, ROWS, NUM_LAYERS = 64, 32, 5
 NUM_BLOCKS = 3
@@ -103,6 +108,22 @@ def test_a_layer_that_overwrites_what_it_saved_is_refused() -> None:
     hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
     with pytest.raises(ModelError, match=r"overwrites a tensor.*layout\.recompute"):
         through(offloaded(overwrites=True), hidden, hidden)
+
+
+def test_gathered_weights_of_split_tokens_do_not_leave_the_device() -> None:
+    """FSDP2 frees them behind the layer, and gathers them again."""
+    with joined_processes():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        down = nn.Linear(4 * WIDTH, WIDTH)
+        down.weight = nn.Parameter(distribute_tensor(down.weight.data, mesh, [Shard(1)]))
+        down.bias = nn.Parameter(distribute_tensor(down.bias.data, mesh, [Replicate()]))
+        split = ALL_PARALLEL_STYLES[token_parallel.FORM["rowwise"]].install_forward(down, mesh)
+        token_parallel._now.tokens = token_parallel._Tokens(mesh.get_group(), torch.Size((1, ROWS)))
+        saved = offload._SavedTensors(offload._Offloading(torch.device("cpu")), offload._tensors_of(down), set())
+        states = torch.randn(1, ROWS, 4 * WIDTH, requires_grad=True)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            split(states)
+        assert [*saved.blocks] == [offload._memory(states)]
 
 
 def test_layers_that_transformers_cannot_recompute_are_refused() -> None:
