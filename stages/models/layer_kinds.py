@@ -1,9 +1,10 @@
 """Kinds of layers of a model, as a walk through it measures them (`walk`); needs no torch."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from stages.models.flops import AttentionWork
 
@@ -171,3 +172,19 @@ class LayerKind:
 
     def name_of(self, layer: int) -> str:
         return f"{self.prefix}.{layer - self.offset}"
+
+
+def splits_heads(plan: Mapping[str, str], layers: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a plan of tensor parallelism splits layers, and of their weights all that are by heads.
+
+    Plans leave whole norms with a row for each head, and the code of attention does not read split vectors. layers:
+    tensors of each by their names.
+    """
+    weights = [(f"layers.*.{name}", one.ndim) for layer in layers for name, one in layer.items()]
+    is_left = any(ndim > 1 if "norm" in name else ndim == 1 and name in plan for name, ndim in weights)
+    return any("layers." in name for name in plan) and not is_left
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a weight of a layer is one of its routed experts."""
+    return "experts" in name.split(".")

@@ -69,7 +69,7 @@ class ModelShape:
     max_positions: int | None = None
     norm_epsilon: float = 1e-5
     has_split_plan: bool = True
-    """True if Transformers has a plan of tensor parallelism for the family."""
+    """True if Transformers has a plan of tensor parallelism for the family, which splits all that is by heads."""
     kinds: tuple[LayerKind, ...] = ()
     """Kinds of layers as a walk has measured them, which say more than the fields above; (): those say it all."""
     former_names: tuple[tuple[str, str], ...] = ()

@@ -38,6 +38,8 @@ from stages.models.layer_kinds import (
     Linear,
     PlannedSplit,
     StackedParameter,
+    is_expert,
+    splits_heads,
 )
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
 from stages.models.loading import Head, build_model, class_with_head
@@ -378,7 +380,7 @@ class _Model:
             expert_ffn_size=experts[0].inputs if experts else 0,
             dense_layers=frozenset(dense) if experts else frozenset(),
             max_positions=getattr(self._text, "max_position_embeddings", None),
-            has_split_plan=any("layers." in name for name in self._text.base_model_tp_plan or ()),
+            has_split_plan=splits_heads(self._text.base_model_tp_plan or {}, self._parameters),
             kinds=kinds,
             former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
@@ -439,7 +441,7 @@ class _Model:
 
     def _kind(self, layers: tuple[int, ...], measured: _Measured) -> LayerKind:
         own, module, (prefix, offset) = self._parameters[layers[0]], self._layers[layers[0]], self._places[layers[0]]
-        in_experts = sum(one.numel() for name, one in own.items() if _is_expert(name))
+        in_experts = sum(one.numel() for name, one in own.items() if is_expert(name))
         splits = {id(one): split for one, split in self._splits()}
         stacked = tuple(replace(one, split=splits[id(own[one.name])]) for one in _stacked(own))
         of_expert = sum(one.inputs * one.outputs for one in stacked if not one.is_router)
@@ -468,7 +470,7 @@ class _Model:
             kept_bf16=measured.kept(measured.long, measured.frozen),
             kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
             num_split_parameters=sum(
-                one.numel() for name, one in own.items() if splits[id(one)] and not _is_expert(name)
+                one.numel() for name, one in own.items() if splits[id(one)] and not is_expert(name)
             ),
         )
 
@@ -580,7 +582,7 @@ def _stacked(own: dict[str, nn.Parameter]) -> tuple[StackedParameter, ...]:
     """Return the matrices of a layer's routed experts."""
     stacks = []
     for name, one in own.items():
-        if _is_expert(name) and one.ndim == 3:
+        if is_expert(name) and one.ndim == 3:
             place = LayerRole.OUT_OF_FFN if "down" in name or "output" in name else LayerRole.INTO_FFN
             number, rows, columns = one.shape  # some models hold [inputs, outputs], others the reverse
             stacks.append(StackedParameter(name, place, rows, columns, number, has_bias=f"{name}_bias" in own))
@@ -594,7 +596,3 @@ def _linear_sizes(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, (module.in_features, module.out_features)
         elif isinstance(module, Conv1D):
             yield name, (module.nx, module.nf)
-
-
-def _is_expert(name: str) -> bool:
-    return "experts" in name.split(".")

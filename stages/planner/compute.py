@@ -326,11 +326,11 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     """
     shape = work.shape
     # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
-    whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
+    whole = 10 * shape.hidden_size + 2 * shape.latent_width
     mixture = shape.num_mixture_layers / shape.num_layers
     width = (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
     attention = 2 * (shape.query_width + shape.kv_width + 2 * shape.rotary_width)
-    split = ((3 if shape.gated_ffn else 2) * width + attention) / work.tp
+    split = (3 if shape.gated_ffn else 2) * width + attention
     passes = 1 if software.fused_elementwise else EAGER_PASSES["layer norm" if shape.norm_bias else "rms norm"]
     # Tokens are cast to 8 bits before they are gathered, on the rank that has them; to 4 bits after it.
     is_cast_split = work.sequence_parallel and work.precision == "fp8"
@@ -338,7 +338,7 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)
     if shape.kinds:
         whole, split = kept_values(shape, work.size)
-        split /= work.tp
+    whole, split = whole / (work.tp if work.sequence_parallel else 1), split / work.tp
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s, decoding_s = moved / memory_rate(hardware), work.decoded_bytes / memory_rate(hardware)
     return PassTimes(forward_s + decoding_s, 2 * forward_s + decoding_s)

@@ -372,28 +372,31 @@ def _tensor_parallel(case: TimedCase) -> PassTimes:
     """
     if case.layout.tp == 1:
         return PassTimes(0.0, 0.0)
-    if case.engine.splits_by_plan and not case.layout.sequence_parallel:
-        return _summed_by_plan(case)
+    if case.engine.splits_by_plan:
+        return _exchanged_by_plan(case)
     # Hidden states are reduced twice in a pass: after attention and after the feed-forward block.
     seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), case.hidden_bytes)
     exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
     return PassTimes(seconds * exposed, seconds * exposed)
 
 
-def _summed_by_plan(case: TimedCase) -> PassTimes:
+def _exchanged_by_plan(case: TimedCase) -> PassTimes:
     """Return a layer's seconds per pass of sums and gatherings by Transformers' plan, for which compute waits."""
     values, size = split_values(case.shape), case.tokens * case.workload.compute_bytes
+    # Gatherings and scatterings, of which a sum has one each. An adapter's base has gradients of its inputs, too.
+    into_blocks, out_of_blocks = values.summed_backward, values.summed_forward
+    forward = [out_of_blocks, out_of_blocks, values.gathered]
+    backward = [into_blocks, into_blocks, values.gathered_backward]
+    if case.layout.sequence_parallel:
+        forward = [into_blocks, out_of_blocks]
+        # Inputs are gathered again for the gradients of weights.
+        backward = [out_of_blocks, into_blocks, into_blocks * (case.workload.adapter is None)]
     group = network.tensor_group(case.layout)
-    gather_s, gather_back_s = (
-        network.gather_s(case.hardware, group, gathered * size)
-        for gathered in (values.gathered, values.gathered_backward)
-    )
-    # An adapter's base has gradients of its inputs, too.
     forward_s, backward_s = (
-        network.all_reduce_s(case.hardware, group, summed * size)
-        for summed in (values.summed_forward, values.summed_backward)
+        sum(network.gather_s(case.hardware, group, one * size) for one in exchanged)
+        for exchanged in (forward, backward)
     )
-    return PassTimes(forward_s + gather_s, backward_s + gather_back_s)
+    return PassTimes(forward_s, backward_s)
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:

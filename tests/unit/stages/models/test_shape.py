@@ -31,6 +31,7 @@ from stages.planner.split import split_values
 from stages.planner.workload import Workload
 from tests.zoo.models import tiny_config
 from tests.zoo.planning import MOST_FLOPS_ERROR, built, forward_flops
+from tests.zoo.text import SPLIT
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -234,6 +235,16 @@ def test_layers_keep_as_many_bytes_by_formulas_as_by_walks(family, fields):
             for shape in shapes
         )
         assert found == pytest.approx(expected, rel=0.1), (adapter, layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "is_split"),
+    [("cohere", {}, True), ("cohere", {"use_qk_norm": True}, False), ("granite_swa", {}, False)],
+)
+def test_a_plan_must_split_what_layers_have_by_heads(family, fields, is_split):
+    """Cohere's norms have a row for each head, which its plan does not name; Granite's sinks are a vector of them."""
+    config = AutoConfig.for_model(family, **{**SPLIT, **fields})
+    assert walk(config).has_split_plan is is_split
 
 
 def test_a_walked_model_is_refused_by_megatron():

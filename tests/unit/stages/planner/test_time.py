@@ -9,9 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stages.engines import log_probabilities
 from stages.models.known_models import KNOWN
+from stages.models.layer_kinds import KeptBytes, LayerKind
 from stages.parallel.layout import Layout
 from stages.planner import compute, network
 from stages.planner.activations import kept_bytes_per_token
+from stages.planner.adapted import PlannedAdapter
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
 from stages.planner.costs import StepCase, TimedCase
 from stages.planner.engines.registry import COSTS
@@ -290,6 +292,25 @@ def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_paral
     )
     numbers = 4096 * (2 * share * LLAMA.hidden_size + LLAMA.ffn_size / 8)
     assert in_8 - in_16 == pytest.approx(2.5 * 2 * numbers / memory_rate(H100))
+
+
+def test_tokens_split_between_blocks_are_gathered_again_for_the_gradients_of_weights():
+    """A sum is a scattering and a gathering: without sequence parallelism four of each; an adapter needs no more."""
+    whole, split = Layout(tp=8), Layout(tp=8, sequence_parallel=True)
+    for work, share in ((WORK, 5 / 4), (replace(WORK, adapter=PlannedAdapter(8)), 1)):
+        of_whole, of_split = (estimate(one, work, "fsdp").parts.tensor_parallel for one in (whole, split))
+        assert of_split == pytest.approx(share * of_whole)
+
+
+def test_norms_of_walked_families_compute_their_share_of_the_tokens():
+    # As many values between split matrices as elsewhere.
+    kept = KeptBytes(8 * 2.0, 0.0, split_trained=4 * 2.0)
+    kind = LayerKind(tuple(range(LLAMA.num_layers)), "layers", 0, 1, 0, 0, 0, 1.0, 1.0, (), (), (), kept, kept)
+    work = replace(LLAMA_WORK, shape=replace(LLAMA, kinds=(kind,)), tp=4)
+    whole, split = (
+        layer_time(replace(work, sequence_parallel=one), MEGATRON, H100).elementwise.forward_s for one in (False, True)
+    )
+    assert split / whole == pytest.approx((1 / 4 + 1 / 4) / (1 + 1 / 4))
 
 
 def test_attention_in_eight_bits_is_quicker_by_what_its_constant_says():
