@@ -13,7 +13,7 @@ from typing import Any
 from stages.core.lines import counted
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES, lacked_feature, needs_other_engine
-from stages.parallel.engines.rules import Feature, Features
+from stages.parallel.engines.rules import APART, Feature, Features
 from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 DEFAULT = Layout()
@@ -74,12 +74,12 @@ def refusals(
 ) -> list[str]:
     """Return an error for each reason why a layout does not work, and last the nearest that does; [] if it works.
 
-    shape: the model's; None: only what concerns any model is checked.
+    shape: the model's; None: only what concerns any model is checked. Of one that no layout suits the errors alone.
     """
-    errors = [*layout_errors(engine, layout, constraints, features)]
-    errors += RULES[engine].model_errors(layout, shape) if shape else ()
-    if not errors:
-        return []
+    of_model = [*RULES[engine].model_errors(layout, shape)] if shape else []
+    errors = [*layout_errors(engine, layout, constraints, features), *of_model]
+    if not errors or (shape and {*of_model} & {*RULES[engine].model_errors(DEFAULT, shape)}):
+        return errors
     nearest = nearest_layout(engine, layout, constraints, features, shape)
     if nearest is None:
         return [
@@ -136,6 +136,8 @@ def layout_features(layout: Layout) -> dict[Feature, str]:
         used["cpu_offload"] = "`layout.cpu_offload`"
     if layout.recompute == "offload":
         used["activation_offload"] = "`layout.recompute: offload`"
+    if layout.pp > 1 and layout.recomputes:
+        used["recomputed_stages"] = f"`layout.recompute: {layout.recompute}` over `pp: {layout.pp}`"
     if layout.accumulate == "sharded":
         used["sharded_gradients"] = "`layout.accumulate: sharded`"
     return used
@@ -145,8 +147,10 @@ def _apart(engine: EngineName, features: Features, others: Features) -> Iterator
     """Yield an error for each feature that does not go with some of the others in use."""
     for feature, option in features.items():
         unlike = RULES[engine].apart.get(feature, {})
-        if met := [f"{others[one]}{why}" for one, why in unlike.items() if one in others]:
-            yield f"{option} with `engine: {engine}` does not go with {', nor with '.join(met)}"
+        if met := [one for one in unlike if one in others]:
+            of_engine = f" with `engine: {engine}`" if {*met} - APART.get(feature, {}).keys() else ""
+            named = ", nor with ".join(f"{others[one]}{unlike[one]}" for one in met)
+            yield f"{option}{of_engine} does not go with {named}"
 
 
 def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:

@@ -227,6 +227,9 @@ def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
 
 
 def _no_layout(request: SearchRequest) -> str:
+    if not _engines(request):
+        errors = dict.fromkeys(error for engine in request.engines for error in work_errors(request, engine))
+        return f"looking for a layout: {'; '.join(errors)}"
     nearest = _nearest(request)
     advice = f"the nearest number that has one: {nearest}" if nearest else "try another global batch size"
     return (

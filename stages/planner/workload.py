@@ -95,6 +95,8 @@ class Workload:
     """True if every forward pass has rows of one length, as packed rows have and sampled completions have not."""
     packs: bool = True
     """False if each document is a row of its own, of its own length."""
+    replays_experts: bool = False
+    """True if experts are those that the old policy's routers chose."""
     total_tokens: float | None = None
     """Number of tokens that the whole training processes, if known."""
 
@@ -145,6 +147,7 @@ class Workload:
             "adapted_experts": (on_experts, "`adapter` on experts"),
             "quantized_base": (is_quantized, f"`adapter.base_precision: {adapter and adapter.base_precision}`"),
             "eva": (adapter and adapter.init == "eva", "`adapter.init: eva`"),
+            "replay_experts": (self.replays_experts, "`replay_experts`"),
         }
         return {feature: option for feature, (is_used, option) in asked.items() if is_used}
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stages.adapters.files import INNER
 from stages.core.errors import ModelError
 
 NUM_ARGUMENTS = 4
@@ -27,13 +28,13 @@ NUM_ARGUMENTS = 4
 class ExpertChoices:
     """Choices of a model's mixture layers; it changes their forward passes, before the model is sharded.
 
-    given: choices to replay in forward passes and when layers are recomputed, int [layers, tokens, k]; None: routers
+    replayed: choices to replay in forward passes and when layers are recomputed, int [layers, tokens, k]; None: routers
     choose.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
         """Raises ModelError for a model without experts that receive choices."""
-        self.given: Tensor | None = None
+        self.replayed: Tensor | None = None
         self._recorded: dict[int, Tensor] | None = None
         self._places: dict[int, int] = {}
         """Which of the `topk` within a layer is the choice, counted from 0, by layer."""
@@ -43,9 +44,8 @@ class ExpertChoices:
                 f"{type(causal_lm).__name__} has no experts that receive a router's choices, and `replay_experts` "
                 "replays these; remove it"
             )
-        self.experts = list(experts.values())
         for layer, (name, module) in enumerate(experts.items()):
-            around: Any = causal_lm.get_submodule(name.rpartition(".")[0])
+            around: Any = causal_lm.get_submodule(name.replace(INNER, "").rpartition(".")[0])  # also around an adapter
             calls = _Choice(self, layer, name)
             module.register_forward_pre_hook(calls.received)
             around.forward = partial(calls.forward, around.forward)
@@ -56,7 +56,7 @@ class ExpertChoices:
 
         Tokens are in the order in which this process computes them.
         """
-        self.given, self._recorded = None, {}
+        self.replayed, self._recorded = None, {}
         try:
             recorded = self._recorded
             yield lambda: torch.stack([recorded[layer] for layer in sorted(recorded)]).int()
@@ -83,13 +83,13 @@ class _Choice(TorchFunctionMode):
     def __init__(self, choices: ExpertChoices, layer: int, name: str) -> None:
         super().__init__()
         self._choices, self._layer, self._name = choices, layer, name
-        self._found: list[Tensor] = []
+        self._chosen: list[Tensor] = []
 
     def forward(self, compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Return what the layer computes, with the given choices if there are any."""
-        if not self._choices.are_recorded and self._choices.given is None:
+        """Return what the layer computes, with the replayed choices if there are any."""
+        if not self._choices.are_recorded and self._choices.replayed is None:
             return compute(*arguments, **named)
-        self._found = []
+        self._chosen = []
         with self:
             return compute(*arguments, **named)
 
@@ -97,11 +97,11 @@ class _Choice(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return result
-        given = self._choices.given
-        if given is not None and self._choices.place(self._layer) == len(self._found):
-            indices = given[self._layer].to(result.indices).view_as(result.indices)
+        replayed = self._choices.replayed
+        if replayed is not None and self._choices.place(self._layer) == len(self._chosen):
+            indices = replayed[self._layer].to(result.indices).view_as(result.indices)
             result = type(result)((args[0].gather(-1, indices), indices))
-        self._found.append(result.indices)
+        self._chosen.append(result.indices)
         return result
 
     def received(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -109,7 +109,7 @@ class _Choice(TorchFunctionMode):
         if not self._choices.are_recorded:
             return
         # The last: what scores groups of experts by their best ones may choose equally before it.
-        places = [place for place, one in enumerate(self._found) if _equal(one, arguments[1])]
+        places = [place for place, one in enumerate(self._chosen) if _equal(one, arguments[1])]
         if not places:
             raise ModelError(
                 f"the experts {self._name} receive choices that no `topk` within their layer made, so that "

@@ -103,7 +103,7 @@ class TargetLogProbabilities(nn.Module):
             return self.of_logits(output.logits, batch)
         if self.choices:
             # Until the next forward pass: layers that are recomputed choose in this one's backward pass.
-            self.choices.given = batch.inputs.experts
+            self.choices.replayed = batch.inputs.experts
         decoder = decoder_of(self.causal_lm, sees=self.drawn is not None)
         part = self._part_of(batch)
         options: dict[str, Any] = {"is_compiled": self.is_compiled, "blocks": self.verdict.blocks, "part": part}

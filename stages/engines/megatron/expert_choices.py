@@ -37,18 +37,19 @@ class ExpertChoices:
             self._are_recorded = False
 
     def _recorded(self) -> Tensor:
-        found = [one.get_recorded_indices() for one in self._replays]
+        recorded = [one.get_recorded_indices() for one in self._replays]
         for one in self._replays:
             one.clear_indices()
-        return torch.stack(found).int() if found else torch.empty(0, 0, 0, dtype=torch.int32)
+        return torch.stack(recorded).int() if recorded else torch.empty(0, 0, 0, dtype=torch.int32)
 
     def begin(self, experts: Tensor | None, num_tokens: int) -> None:
         """Begin a micro-batch's forward pass, with given choices, of at most `num_tokens` tokens, if there are any.
 
-        They are also those of layers that are computed again before the next micro-batch's forward pass.
+        They are also those of layers that are computed again before the next micro-batch's forward pass. A process with
+        several chunks begins each: what the chunks before it have recorded stays.
         """
         for layer, replay in enumerate(self._replays):
-            replay.clear_indices()
+            replay.target_topk_idx = None
             if experts is None:
                 action = RouterReplayAction.RECORD if self._are_recorded else None
             else:

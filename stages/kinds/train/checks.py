@@ -211,8 +211,6 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
         )
     if options.asynchronous.lag:
         yield from _overlapped(block, options)
-    if options.replay_experts and (reason := RULES[config.engine].refuses_replay(config.layout)):
-        yield f"`{block}.replay_experts` {reason}"
     if config.needs_reference and not RULES[config.engine].has("second_model"):
         yield (
             f"`{block}.beta` needs a second model, the reference, which only `engine: {engines_with('second_model')}` "

@@ -159,6 +159,10 @@ class TrainFields(MethodFields):
         return self._has_even_rows and not self.layout.compile
 
     @property
+    def _replays_experts(self) -> bool:
+        return self.rollouts is not None and self.rollouts.replay_experts
+
+    @property
     def _has_even_rows(self) -> bool:
         return self.data.packing and not self.sampling
 
@@ -179,6 +183,7 @@ class TrainFields(MethodFields):
             freezes_routers=self.moe.freeze_router,
             even_rows=self._has_even_rows,
             packs=bool(self.data.packing),
+            replays_experts=self._replays_experts,
             # Until rows are prepared, each is planned for as if it had the most.
             media=tuple(RowMedia(most, most, part=part) for part in TOWERS) if (most := self.data.max_patches) else (),
         )
@@ -272,5 +277,5 @@ class TrainFields(MethodFields):
             low_precision=of_optimizer if isinstance(of_optimizer, LowPrecisionSettings) else LowPrecisionSettings(),
             fp8_recipe=self.fp8_recipe,
             mtp_loss_weight=self.mtp_loss_weight,
-            replays_experts=self.rollouts is not None and self.rollouts.replay_experts,
+            replays_experts=self._replays_experts,
         )

@@ -10,7 +10,7 @@ from stages.core.shipped import shipped
 from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
 from stages.models.linear_layers import linear_layers
 from stages.models.shape import ModelShape
-from stages.parallel.engines.rules import APART, EngineRules, Feature
+from stages.parallel.engines.rules import APART, UNTRIED, EngineRules, Feature
 from stages.parallel.layout import Layout, RunConstraints
 
 
@@ -32,7 +32,11 @@ class FsdpRules(EngineRules):
             **dict.fromkeys(("fp8", "mtp_loss", "score_head", "compile"), ""),
             "adapted_experts": ", which `adapter.exclude_modules` leaves out",
         },
-        "sequence_parallel": {"compile": ""},
+        "sequence_parallel": {"compile": "", "media": UNTRIED},
+        "compile": {
+            **APART["compile"],
+            "replay_experts": ", which looks into each layer's forward pass, of which it makes one graph",
+        },
     }
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
@@ -47,11 +51,6 @@ class FsdpRules(EngineRules):
                 f"layout: cp {layout.cp} leaves processes without any of the {constraints.sequence_length} tokens of a "
                 "row (`data.sequence_length`)"
             )
-
-    def refuses_replay(self, layout: Layout) -> str | None:
-        if layout.compile:
-            return "looks at each layer's forward pass, of which `layout.compile` makes one graph; remove one of them"
-        return None
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield from _split_errors(layout, shape) if layout.tp > 1 else ()

@@ -11,12 +11,13 @@ from stages.core.errors import ModelError
 from stages.core.shipped import shipped
 from stages.models.facts import ModelFacts, rotates_by_length
 from stages.models.shape import ModelShape
-from stages.parallel.engines.rules import EngineRules, Features
+from stages.parallel.engines.rules import APART, EngineRules, Feature, Features
 from stages.parallel.layout import Layout, RunConstraints
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model families, by `model_type`, whose weights can be mapped to Megatron's parameters."""
 INSTALLATION = f"pip install --no-build-isolation -r {shipped('deploy/requirements/transformer-engine.in')}"
+SAME_TOKENS = ", which needs the same tokens on a process in each pass; they would depend on the longest micro-batch"
 USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "tp": (8, "every layer waits for collectives over tp, which only the links within one node are fast enough for"),
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
@@ -41,6 +42,14 @@ class MegatronRules(EngineRules):
         "mtp_loss": "",
         "media": ", which builds the text part of a model alone",
     }
+    apart: ClassVar[Mapping[Feature, Mapping[Feature, str]]] = {
+        **APART,
+        "cp": {"replay_experts": SAME_TOKENS},
+        "sequence_parallel": {"replay_experts": SAME_TOKENS},
+        "recomputed_stages": {
+            "replay_experts": ", for which layers must be computed again before the next micro-batch comes"
+        },
+    }
     adapter_options = frozenset(
         {
             "type",
@@ -64,19 +73,6 @@ class MegatronRules(EngineRules):
     def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
         # With one queue, kernels run in the order of their launch, so that collectives over tp overlap with products.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if torch_type == "cuda" and layout.tp > 1 else {}
-
-    def refuses_replay(self, layout: Layout) -> str | None:
-        if layout.cp > 1 or layout.sequence_parallel:
-            return (
-                "needs the same tokens on a process in each pass, and with `layout.cp` and `sequence_parallel` these "
-                "depend on the longest micro-batch; set `cp: 1` and `sequence_parallel: false`"
-            )
-        if layout.pp > 1 and layout.recomputes:
-            return (
-                "needs layers to be computed again before the next micro-batch, and with `layout.pp` others come "
-                "between; set `recompute: none`, or `pp: 1`"
-            )
-        return None
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         yield from _pipeline(layout, constraints)
@@ -203,7 +199,7 @@ def _expert_processes(layout: Layout) -> Iterator[str]:
 def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:
     tp, kv_heads = layout.tp, shape.num_kv_heads
     if shape.num_heads % tp:
-        yield (f"layout: tp {tp} does not divide the model's {shape.num_heads} attention heads")
+        yield f"layout: tp {tp} does not divide the model's {shape.num_heads} attention heads"
     elif kv_heads % tp and tp % kv_heads:
         yield (
             f"layout: tp {tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them, so "
@@ -212,7 +208,7 @@ def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:
     # A model of mixture layers alone has no dense feed-forward width to divide.
     dense = shape.num_layers > shape.num_mixture_layers
     if dense and shape.ffn_size % tp:
-        yield (f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}")
+        yield f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}"
 
 
 def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -234,9 +230,9 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if shape.experts_per_token == 1 and shape.router_normalizes:
         yield "layout: the router weighs its one expert by 1, which Megatron-core cannot train; use engine: fsdp"
     if shape.num_experts % layout.ep:
-        yield (f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts")
+        yield f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts"
     if shape.expert_ffn_size % layout.etp:
-        yield (f"layout: etp {layout.etp} does not divide the width {shape.expert_ffn_size} of the model's experts")
+        yield f"layout: etp {layout.etp} does not divide the width {shape.expert_ffn_size} of the model's experts"
     if layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout: with experts, tp {layout.tp} needs sequence_parallel: true (Megatron-core trains no other way)"
 

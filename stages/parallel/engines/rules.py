@@ -30,6 +30,7 @@ Feature = Literal[
     "adapted_experts",
     "quantized_base",
     "eva",
+    "replay_experts",
     "tp",
     "cp",
     "ep",
@@ -37,6 +38,7 @@ Feature = Literal[
     "compile",
     "cpu_offload",
     "activation_offload",
+    "recomputed_stages",
     "sharded_gradients",
 ]
 """Options of a recipe that an engine may lack, or that do not go with others; those from `tp` on are of its layout."""
@@ -52,10 +54,10 @@ APART: Mapping[Feature, Mapping[Feature, str]] = {
     "teacher_server": {"media": ", since it is asked about text alone"},
     "mtp_loss": {"adapter": ", which has no weights for the layer", "media": UNTRIED},
     "frozen_parts": {"adapter": ", whose base is frozen"},
-    "frozen_routers": {"adapter": ", whose base is frozen; leave them out of it by `adapter.exclude_modules`"},
+    "frozen_routers": {"adapter": ", whose base is frozen, and which `adapter.exclude_modules` keeps off routers"},
     "stochastic_rounding": {
         "adapter": ", which learns in fp32",
-        **dict.fromkeys(("fp8", "fp32"), "; it needs `precision: bf16`"),
+        **dict.fromkeys(("fp8", "fp32"), ", since it needs `precision: bf16`"),
     },
     "cpu_offload": {"muon": ", which gathers matrices on the device"},
     "compile": {"unpacked_rows": ", of which each has its own length: layers would be compiled again for each"},
@@ -101,10 +103,6 @@ class EngineRules:
     def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
         """Return the environment variables that a parallel layout needs before a process first uses its device."""
         return {}
-
-    def refuses_replay(self, layout: Layout) -> str | None:
-        """Return why choices of experts cannot be replayed in a layout, following the option's name; or None."""
-        return None
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         """Yield errors of a parallel layout for any model: degrees that do not fit the engine or the batch."""

@@ -60,6 +60,7 @@ REFUSED = [
     (WRONG, WORK, 4, "fsdp tp=2 dp_shard=2"),
     (IN_ROWS, WORK, 4, "fsdp cp=2 dp_shard=2"),
     (IN_ROWS, WORK, 8, "fsdp cp=4 tp=2"),
+    (MIXTURE, WORK, 4, "fsdp tp=2 dp_shard=2 sequence_parallel=true"),
     # options that do not go with a degree, or with a choice
     *((DENSE, work, 4, f"fsdp {degree}=2 dp_shard=2") for work in (FP8, AHEAD, SCORES) for degree in ("tp", "cp")),
     *((MIXTURE, work, 4, "fsdp dp_shard=4 ep=4") for work in (FP8, AHEAD, SCORES, EXPERTS)),
@@ -74,7 +75,6 @@ REFUSED = [
     (DENSE, WORK, 4, "fsdp pp=2 dp_shard=2"),
     (DENSE, WORK, 8, "fsdp pp=2 vpp=2 tp=2 dp_shard=2"),
     (MIXTURE, WORK, 4, "fsdp dp_shard=4 etp=2"),
-    (DENSE, WORK, 4, "fsdp tp=2 dp_shard=2 sequence_parallel=true"),
     (DENSE, WORK, 4, "megatron dp_shard=4 compile=true cpu_offload=true"),
     (DENSE, WORK, 4, "megatron dp_shard=4 recompute=offload"),
     (DENSE, WORK, 8, "megatron tp=8"),

@@ -109,8 +109,7 @@ def test_what_is_sound_is_planned_without_a_word(planned) -> None:
         ),
         (
             {**of_rows("seen"), "optimizer": {"name": "muon"}},
-            "stages.sft.data.dataset: the rows have media: `optimizer.name: muon` with `engine: fsdp` does not go "
-            "with data with media",
+            "stages.sft.data.dataset: the rows have media: `optimizer.name: muon` does not go with data with media",
         ),
         (of_rows("chats", evaluation_split="test"), "stages.sft.data.evaluation_split: no files of the split 'test'"),
         (

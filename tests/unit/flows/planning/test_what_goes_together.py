@@ -59,6 +59,10 @@ OPTIONS = {
     "adapted_experts": {"adapter": {"rank": 4}},
     "quantized_base": {"adapter": {**ATTENTION, "base_precision": "nf4"}},
     "eva": {"adapter": {**ATTENTION, "init": "eva"}},
+    "replay_experts": {
+        "method": "grpo",
+        "grpo": {"num_generations": 4, "rewards": {"right": {"type": "exact_match"}}, "replay_experts": True},
+    },
 }
 """Fields of a recipe that use a feature."""
 LAYOUTS = {

@@ -10,10 +10,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.data.batch import Batch, Rollouts
 from stages.engines.fsdp.engine import FsdpEngine
-from stages.engines.fsdp.expert_choices import ExpertChoices
+from stages.engines.fsdp.expert_choices import ExpertChoices, is_stack
 from stages.engines.megatron.compat import prepare_megatron
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
@@ -25,7 +26,10 @@ from tests.zoo.models import load, tiny_model
 from tests.zoo.proofs import save_family
 
 prepare_megatron()
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
 from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
+from stages.engines.megatron.expert_choices import ExpertChoices as MegatronChoices  # noqa: E402
 
 DOCUMENTS = [list(range(3, 19)), [5, 40, 7, 31, 2, 44, 9, 12]]
 OPTIONS = GrpoConfig.model_validate({"rewards": {"any": {"type": "number"}}, "loss_type": "grpo"})
@@ -35,10 +39,12 @@ OPTIONS = GrpoConfig.model_validate({"rewards": {"any": {"type": "number"}}, "lo
 def engines(tmp_path: Path) -> Iterator[Any]:
     """Provide a function that builds an engine of a tiny model of a family, saved in a folder."""
 
-    def build(family: str, engine: str = "fsdp", recompute: str = "none") -> FsdpEngine | MegatronEngine:
+    def build(
+        family: str, engine: str = "fsdp", recompute: str = "none", adapter: AdapterConfig | None = None
+    ) -> FsdpEngine | MegatronEngine:
         save_family(family, tmp_path / family)
         layout = Layout.model_validate({"micro_batch_size": 1, "recompute": recompute})
-        settings = EngineSettings(layout, "fp32", AdamSettings(1e-3), replays_experts=True)
+        settings = EngineSettings(layout, "fp32", AdamSettings(1e-3), adapter=adapter, replays_experts=True)
         engine_class = FsdpEngine if engine == "fsdp" else MegatronEngine
         return engine_class(ModelFacts(tmp_path / family), settings, torch.device("cpu"))
 
@@ -66,21 +72,25 @@ def change_routers(modules: Iterator[Any]) -> None:
 
 def received(engine: FsdpEngine) -> list[Tensor]:
     """Return a list to which the choices that experts receive are added, layer by layer, in each forward pass."""
-    found: list[Tensor] = []
-    choices = engine._model.choices
-    assert choices
-    for module in choices.experts:
-        module.register_forward_pre_hook(lambda _, arguments: found.append(arguments[1].int()))
-    return found
+    seen: list[Tensor] = []
+    for module in engine._model.modules():
+        if is_stack(module):
+            module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].int()))
+    return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_with_replay_the_old_policy_gives_the_ratio_one_and_routers_keep_its_choices(engines: Any, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [("qwen3_moe", None), ("gpt_oss", None), ("deepseek_v3", None), ("qwen3_moe", AdapterConfig(rank=2))],
+)
+def test_with_replay_the_old_policy_gives_the_ratio_one_and_routers_keep_its_choices(
+    engines: Any, family: str, adapter: AdapterConfig | None
+) -> None:
     """The recorded choices give the same log-probabilities to the bit; changed routers only weigh these experts.
 
-    DeepSeek's router chooses groups first, by a `topk` that may give equal indices.
+    DeepSeek's router chooses groups first, by a `topk` that may give equal indices; an adapter wraps experts.
     """
-    engine = engines(family)
+    engine = engines(family, adapter=adapter)
     old, experts = engine.routed_log_probabilities(batch_of())
     assert torch.equal(engine.target_log_probabilities(batch_of(old, experts)), old), "π/π_old is 1"
     change_routers(engine._model.modules())
@@ -120,6 +130,23 @@ def test_an_update_with_replay_is_transformers_own_with_these_choices(
     assert outcome.loss == pytest.approx(of_reference.item(), rel=1e-5)
     assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     assert all(one.grad is not None for name, one in model.named_parameters() if "gate.weight" in name)
+
+
+def test_chunks_of_a_pipeline_stage_keep_what_those_before_them_have_recorded(engines: Any) -> None:
+    """An interleaved schedule runs one chunk after the other; here each has one layer."""
+    layers = [one for one in engines("qwen3_moe", "megatron")._chunks[0].modules() if isinstance(one, TransformerLayer)]
+    choices = MegatronChoices(layers)
+    hidden = torch.randn(7, 1, layers[0].config.hidden_size)
+    with choices.recording() as recorded:
+        for layer in layers:
+            choices.begin(None, 7)
+            layer.mlp.router(hidden)
+        experts = recorded()
+    assert experts.shape == (len(layers), 7, layers[0].config.moe_router_topk)
+    for number, layer in enumerate(layers):
+        choices.begin(None, 7)
+        routed = layer.mlp.router(hidden)[1]
+        assert torch.equal(routed.nonzero()[:, 1].view(7, -1), experts[number].long().sort().values)
 
 
 def reference_log_probabilities(model: Any, experts: Tensor | None) -> Tensor:

@@ -84,6 +84,10 @@ def test_pictures_are_refused_where_tokens_are_shared():
     problem, nearest = media_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
     assert problem == "`layout.cp: 2` with `engine: fsdp` does not go with data with media"
     assert nearest == "set `dp_shard: 2` and `cp: 1`, the nearest layout that works"
+    layout = {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}
+    problem, nearest = media_errors(make_config(layout=layout))
+    assert problem.startswith("`layout.sequence_parallel` with `engine: fsdp` does not go with data with media")
+    assert nearest == "set `sequence_parallel: false`, the nearest layout that works"
 
 
 def test_adapters_of_spread_experts_are_refused_before_a_start_by_name():

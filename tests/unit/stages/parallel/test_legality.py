@@ -152,6 +152,11 @@ def test_what_the_engine_cannot_do_is_an_error_that_names_the_factors(case, part
     assert nearest.endswith(("the nearest layout that works", "change their number, or the batch"))
 
 
+def test_for_a_model_that_no_layout_suits_none_is_nearest():
+    (error,), _ = problems(shape=replace(MIXTURE, experts_per_token=1), dp_shard=2)
+    assert error.endswith("which Megatron-core cannot train; use engine: fsdp")
+
+
 UNWISE = [
     ({"tp": 16, "shape": replace(DENSE, num_heads=16, num_kv_heads=16)}, ["tp 16", "limit of 8", "one node"]),
     ({"pp": 24, "shape": replace(DENSE, num_layers=24)}, ["pp 24", "limit of 16", "bubble"]),

@@ -105,6 +105,28 @@ def test_layers_are_not_compiled_where_that_cannot_work_and_the_reason_is_given(
     assert not any(layout.compile for _, layout in legal_layouts(request))
 
 
+def test_where_no_engine_can_do_the_work_the_reasons_are_given():
+    muon = replace(SMALL.workload, optimizer="muon", adapter=PlannedAdapter(8))
+    with pytest.raises(LayoutError) as refused:
+        search(replace(SMALL, workload=muon))
+    assert str(refused.value) == (
+        "looking for a layout: `optimizer.name: muon` does not go with `adapter`, whose factors are no whole matrices "
+        "to orthogonalise; change either; `optimizer.name: muon` needs `engine: fsdp`, found megatron; change either"
+    )
+
+
+def test_layouts_that_cannot_replay_experts_are_not_searched():
+    request = SearchRequest(KNOWN["qwen3 30b"], Workload(4096, 16), A100, 8, ("megatron",))
+    replayed = replace(request, workload=replace(request.workload, replays_experts=True))
+
+    def suits(layout):
+        return layout.cp == 1 and not layout.sequence_parallel and not (layout.pp > 1 and layout.recomputes)
+
+    every, found = ([layout for _, layout in legal_layouts(one)] for one in (request, replayed))
+    assert found == [layout for layout in every if suits(layout)] != every
+    assert found
+
+
 def test_rows_with_pictures_take_the_towers_time_and_memory():
     kept = TowerBytes(layers=27 * 32 * 2 * 1280.0, inputs=2 * 32 * 1280.0, results=1e5, outside=2e4, projector=1e4)
     tower = Tower(

@@ -40,7 +40,11 @@ def test_what_does_not_go_with_muon_is_refused(fields, said):
     ("optimizer", "fields", "said"),
     [
         ({"exp_avg_dtype": "bf16"}, {"engine": "megatron"}, "`optimizer.exp_avg_dtype` needs `engine: fsdp`"),
-        (IN_BF16, {"precision": "fp32"}, "`optimizer.bf16_stochastic_round` .* does not go with `precision: fp32`"),
+        (
+            IN_BF16,
+            {"precision": "fp32"},
+            "`optimizer.bf16_stochastic_round` does not go with `precision: fp32`, since it",
+        ),
         (IN_BF16, {"adapter": {}}, "does not go with `adapter`, which learns in fp32"),
         (
             IN_BF16,

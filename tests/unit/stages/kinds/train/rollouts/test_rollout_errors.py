@@ -56,12 +56,17 @@ def make(grpo: dict[str, Any] | None = None, **changed: Any) -> TrainConfig:
         (
             {"replay_experts": True},
             {"layout": {"compile": True}},
-            r"replay_experts. looks at each layer's forward pass",
+            "`layout.compile` with `engine: fsdp` does not go with `replay_experts`, which looks into each layer",
         ),
         (
             {"replay_experts": True},
             {"engine": "megatron", "layout": {"cp": 2}},
-            "depend on the longest micro-batch; set `cp: 1`",
+            "depend on the longest micro-batch; set `dp_shard: 2` and `cp: 1`",
+        ),
+        (
+            {"replay_experts": True},
+            {"engine": "megatron", "layout": {"pp": 2, "recompute": "full"}},
+            '`layout.recompute: full` over `pp: 2` .*; set `recompute: "none"`, the nearest',
         ),
         ({}, {"layout": {"dp_shard": 2}, "execution": {"nodes": 2}}, r"say `execution\.nodes: 1`"),
     ],
