@@ -56,8 +56,8 @@ def answer_questions(
 
     begin: imports what is needed, and returns the function from a question to its answer, both JSON; its end, or error,
     is the first answer. memory_bytes: address space of this process from then on. cpu_s: CPU time for a question. An
-    error, MemoryError and RecursionError as well, is answered with its class and its text; this process
-    continues.Prints go to stderr.
+    error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues.
+    Prints go to stderr.
     """
     _end_with_asking_process()
     # From here on, only `answers` leads to the asking process.

@@ -43,8 +43,9 @@ def worked(
 ) -> Generator[tuple[Item, Result]]:
     """Yield each item with what `work` returns for it in one of several processes, in the order of the items.
 
-    work: sent to each process once, by pickle. kept: clause for the error's message, which says what a new start keeps.
-    Raises what `work` raises of the first bad item, and ResourceError when a process is killed.
+    work: sent to each process once, by pickle. kept: clause of the error's message on what a further start of the stage
+    finds, such as "curation goes on where it was". Raises what `work` raises of the first bad item, and ResourceError
+    when a process is killed.
     """
     context = multiprocessing.get_context("spawn")
     # Children that are not the pool's, which has no public list of its own.
@@ -81,7 +82,7 @@ _work: Callable[..., Any]
 
 
 def _begin(work: Callable[..., object]) -> None:
-    """Initialise a process of the pool, and make it end when its parent process ends."""
+    """Take over the pool's work in a new process of it, and make the process end when its parent does."""
     global _work
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
@@ -91,7 +92,7 @@ def _begin(work: Callable[..., object]) -> None:
 
 
 def _end_with(process: BaseProcess) -> None:
-    """Exit this process when its parent process ends (PR_SET_PDEATHSIG comes when the starting thread ends)."""
+    """Wait for the parent process's end, then exit: PR_SET_PDEATHSIG would come when the starting thread ends."""
     process.join()
     os._exit(1)
 

@@ -63,8 +63,10 @@ MEDIA_PARTS: dict[str, MediaKind] = {
 """Types of the parts that stand for media (OpenAI's and Hugging Face's names), with the kind of each."""
 UNREAD_OF_PART = ("type", "text", "detail", "uuid", "cache_control")
 """Keys of a media part that change nothing of what a model here is shown."""
-SOURCE = "source"
-"""Key of a media part's own payload until the row's media are found; a part without one takes the row's next."""
+SOURCE, INDEX = "source", "index"
+"""Keys of a media part until the row's media are found: its own payload, else the number, from 0, of the row's medium.
+
+A part without either takes the row's next."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Pattern of characters that show nothing and have no width, but are not white space."""
 Span = tuple[int, int]
@@ -390,13 +392,14 @@ def _media_or_text(part: object, where: str) -> dict[str, Any]:
     kind = MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
     if isinstance(part, dict) and kind:
         keys = (part["type"], kind, f"{kind}_url", "url", "path", "data", "bytes")
-        set_keys = [key for key, value in part.items() if value is not None and key not in UNREAD_OF_PART]
+        set_keys = [key for key, value in part.items() if value is not None and key not in (*UNREAD_OF_PART, INDEX)]
         if unread := [key for key in set_keys if key not in keys]:
             raise RowError(
                 f"has {listed(unread)} in a part of {where} for {kind}, which is not read here, where a model is shown "
                 f"media as `media` of its stage says; expected {listed(tuple(dict.fromkeys(keys)))}"
             )
-        return {"type": kind, SOURCE: next((part[key] for key in keys if key in set_keys), None)}
+        own = next((part[key] for key in keys if key in set_keys), None)
+        return {"type": kind, SOURCE: own, INDEX: part.get(INDEX)}
     text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise RowError(f"has {kind_of(part)} without text in {where}; expected {{type: text, text}}, or media")

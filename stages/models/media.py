@@ -22,6 +22,8 @@ NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "s
 """Names of the kinds in messages."""
 DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}
 """Metrics of the artifact of a training: number of different media of each kind that the model learned from."""
+MAX_PIXELS = 1 << 25
+"""Largest number of pixels of a picture from outside: two copies of one, as turning it takes, fill 256 MiB."""
 MEDIA_TAG, MEDIA_FILE = "media_sha256", "media.sha256"
 """Tag of that artifact with one digest over the contents of these media, and its file that lists them."""
 

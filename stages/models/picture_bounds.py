@@ -19,10 +19,9 @@ from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.core.files import read_json_object, write_atomically
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
+from stages.models.media import MAX_PIXELS
 from stages.models.processor import MediaProcessor, reads_media, scales_to_pixels
 
-MOST_PIXELS = 1 << 25
-"""Largest number of pixels of a picture that is read from rows."""
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""
 WHOLE, OF_PICTURES, OF_VIDEOS = PROCESSOR_FILES
@@ -51,9 +50,9 @@ class PictureBounds(StrictModel):
     def _smallest_is_not_above_largest(self) -> Self:
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"`min_pixels: {self.min_pixels}` is more than `max_pixels: {self.max_pixels}`")
-        if (self.min_pixels or 0) > MOST_PIXELS:
+        if (self.min_pixels or 0) > MAX_PIXELS:
             raise ValueError(
-                f"`min_pixels: {self.min_pixels}` is more than {MOST_PIXELS:,}, which no picture that is read has; set "
+                f"`min_pixels: {self.min_pixels}` is more than {MAX_PIXELS:,}, which no picture that is read has; set "
                 "a lower one: smaller pictures grow to it, and each of its pixels takes 12 bytes"
             )
         return self

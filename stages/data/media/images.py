@@ -9,18 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from stages.models.media import MediaError
+from stages.models.media import MAX_PIXELS, MediaError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 1 << 25
-"""Largest number of pixels of a picture: two copies of one, as turning it takes, fill 256 MiB."""
 MAX_BYTES = 32 << 20
 MAX_DECODING_S = 20
 """Largest number of seconds of one core that decoding takes; the largest pictures take one or two."""
@@ -28,8 +27,12 @@ MAX_ASPECT = 100
 """Largest ratio of a picture's sides; processors of some families refuse 200 and more."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are opened, all by decoders inside PIL; others may start programs (EPS) or hold scenes (SVG)."""
-MAX_SCANS, SCAN = 100, b"\xff\xda"
-"""Largest number of scans of a JPEG, as of libtiff, and how each begins; 40 bytes can be one, and take 0.2 seconds."""
+MAX_SCANS = 100
+"""Largest number of scans of a JPEG, as of libtiff; 40 bytes can be one, and take 0.2 seconds."""
+JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
+"""Pattern of a JPEG's markers but those inside of a scan's data: FF 00, and FF D0 to FF D7 for restarts."""
+BEGIN_OF_FILE, END_OF_FILE, SCAN = b"\xd8", b"\xd9", b"\xda"
+"""JPEG's markers SOI, EOI and SOS, without their FF."""
 SEVERAL_VIEWS = "MPO"
 """PIL's name of a JPEG file with further views behind the picture, as phones write."""
 ORIENTATION = 0x0112
@@ -178,11 +181,23 @@ def _opened(data: bytes) -> Image:
         raise PictureError(f"has {width} × {height} pixels; expected at most {MAX_PIXELS:,} in all: scale it down")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise PictureError(f"has {width} × {height} pixels; expected sides of at most {MAX_ASPECT} to 1: cut it")
-    if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
-        raise PictureError(f"has {data.count(SCAN):,} scans; expected at most {MAX_SCANS}: save it in another way")
+    if image.format in ("JPEG", SEVERAL_VIEWS) and (num_scans := _num_scans(data)) > MAX_SCANS:
+        raise PictureError(f"has {num_scans:,} scans; expected at most {MAX_SCANS}: save it in another way")
     if getattr(image, "is_animated", False) and image.format != SEVERAL_VIEWS:
         raise PictureError("has several frames or pages; expected one: save the one that is meant")
     return image
+
+
+def _num_scans(data: bytes) -> int:
+    """Return the number of scans of a JPEG until its end, behind which anything may be, as a motion photo's video."""
+    position = num_scans = 0
+    while (marker := JPEG_MARKER.search(data, position)) and marker[1] != END_OF_FILE:
+        num_scans += marker[1] == SCAN
+        position = marker.end()
+        if marker[1] != BEGIN_OF_FILE:
+            # A segment's length counts its own two bytes; its content, such as a thumbnail, has markers of its own.
+            position += max(2, int.from_bytes(data[position : position + 2]))
+    return num_scans
 
 
 def _decode(image: Image) -> None:

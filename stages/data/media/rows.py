@@ -2,7 +2,8 @@
 
 | a row's text                                        | its media                                                     |
 | --------------------------------------------------- | ------------------------------------------------------------- |
-| parts {type: image} in `content` (TRL)              | the next of `images` each                                     |
+| parts {type: image} in `content` (TRL), perhaps     | the next of `images` each                                     |
+| with its number: {type: image, index: 0}            |                                                               |
 | parts with a payload: {type: image, image: PATH},   | the payload                                                   |
 | {type: image_url, image_url: {url}} (OpenAI)        |                                                               |
 | `<image>` (ms-swift, LLaMA-Factory)                 | the next of `images`; without that column, `<image>` is text  |
@@ -20,7 +21,17 @@ from typing import Any, Protocol
 from stages.core.lines import counted
 from stages.data.files import RowLocation
 from stages.data.media_reference import KINDS, MediaKind, MediaReference
-from stages.data.messages import SOURCE, Conversation, Document, Message, PlainText, RowError, listed, num_media
+from stages.data.messages import (
+    INDEX,
+    SOURCE,
+    Conversation,
+    Document,
+    Message,
+    PlainText,
+    RowError,
+    listed,
+    num_media,
+)
 from stages.data.row_fields import MEDIA_COLUMNS, says_something
 
 TAG = re.compile(r"<(image|video|audio)>")
@@ -93,6 +104,11 @@ def _cells(messages: Sequence[Message], of_kind: Mapping[MediaKind, Sequence[Any
             if own is not None:
                 yield kind, own
                 continue
+            if part.get(INDEX) not in (None, used[kind]):
+                raise RowError(
+                    f"has the index {part[INDEX]!r} in the place for {kind} {used[kind] + 1} in its text; expected "
+                    f"{used[kind]}: {kind}s stand beside the text in the order of their places"
+                )
             cells = of_kind.get(kind, ())
             if used[kind] == len(cells):
                 raise RowError(

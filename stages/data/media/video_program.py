@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.program_loop import RefusedError, answer_questions
 from stages.data.media.images import MAX_ASPECT
-from stages.models.media import MediaError, TakenFrames, VideoSize
+from stages.models.media import MediaError, VideoSize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ def decode_video(path: str, size: VideoSize, numbers: Sequence[int], frames: NDA
         raise MediaError("is damaged: some of its frames cannot be decoded; fetch or save it again")
 
 
-def check_served(path: str, taken: TakenFrames) -> VideoSize:
+def check_served(path: str) -> VideoSize:
     """Return the size of a video of which servers decode the frames that training takes of it, else raise MediaError.
 
     OpenCV, by which vLLM decodes, gives the same frames as PyAV of these codecs at 8 bits, numbered by the header.
@@ -179,18 +179,21 @@ def _upright(frame: Any) -> NDArray[np.uint8]:
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, Any]]:
-    """Open a video by its header; raise MediaError for what is no video, too large, or fails while it is decoded."""
+    """Open a video by its header; raise MediaError for what is no video, too large, or fails while it is decoded.
+
+    Raises MemoryError where FFmpeg gets no more memory.
+    """
     import av
 
     av.logging.set_level(None)
     try:
         with open(path, "rb") as file, av.open(file, "r", options=OPTIONS) as opened:  # noqa: PTH123
             if not opened.streams.video:
-                raise MediaError("has no pictures that move; expected a video")
+                raise MediaError("has no stream of pictures; expected a video")
             stream = opened.streams.video[0]
             context = stream.codec_context
             if context is None:
-                raise MediaError("is damaged: it says of no frame how to decode it; fetch or save it again")
+                raise MediaError("is damaged, or of a codec that is not known; fetch it again, or save it as H.264")
             if context.width * context.height > MAX_PIXELS:
                 raise MediaError(
                     f"has frames of {context.width} × {context.height} pixels; expected at most {MAX_PIXELS:,} pixels: "
@@ -201,9 +204,10 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
                 raise MediaError(f"has {seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
             context.options = {"max_pixels": str(MAX_PIXELS)}
             stream.thread_type = "NONE"
+            context.thread_count = 1  # libdav1d, of AV1, else starts a thread for each core
             yield opened, stream
     except (av.FFmpegError, ValueError) as error:
-        if isinstance(error, MediaError):
+        if isinstance(error, MediaError | MemoryError):  # PyAV's MemoryError is both
             raise
         raise MediaError(
             f"is no video that can be decoded ({getattr(error, 'strerror', None) or error}); expected MP4, WebM, "
@@ -215,8 +219,7 @@ def begin() -> Callable[[dict[str, Any]], list[float] | None]:
     """Import what decodes, and return the function that answers about videos.
 
     A question has `work`, one of `inspect`, `decode` and `serve`, and `video`, the path of the encoded one. To decode
-    are its `size` and the `numbers` of frames, which are written to the file `frames`; to serve are the frames that are
-    `taken`. Answered is the size.
+    are its `size` and the `numbers` of frames, which are written to the file `frames`. Answered is the size.
     """
     import av  # noqa: F401
     import numpy as np
@@ -236,8 +239,7 @@ def begin() -> Callable[[dict[str, Any]], list[float] | None]:
                     path, size, numbers, np.frombuffer(shared, np.uint8).reshape(-1, size.height, size.width, 3)
                 )
                 return None
-            taken = question.get("taken")
-            size = check_served(path, TakenFrames(**taken)) if taken else inspect_video(path)
+            size = check_served(path) if question["work"] == "serve" else inspect_video(path)
         except MediaError as error:
             raise RefusedError(str(error)) from error
         return [size.width, size.height, size.num_frames, size.frame_rate]

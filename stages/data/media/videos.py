@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from stages.core.program import Program, ProgramError
+from stages.core.errors import ResourceError
+from stages.core.program import Program, ProgramEndedError, ProgramError
 from stages.core.shipped import install_command
 from stages.models.media import MediaError, TakenFrames, Video, VideoSize
 
@@ -60,7 +61,7 @@ def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
 def check_served(data: bytes, taken: TakenFrames) -> None:
     """Raise MediaError for an encoded video that servers would not decode to the frames that training takes of it."""
     with _in_memory(data) as path:
-        size = VideoSize(*_asked({"work": "serve", "video": path, "taken": vars(taken)}))
+        size = VideoSize(*_asked({"work": "serve", "video": path}))
     _check_taken(taken.count(size), size, "scale it down, or cut it")
 
 
@@ -80,33 +81,53 @@ def _check_taken(num_frames: int, size: VideoSize, remedy: str) -> None:
 
 
 def _asked(question: dict[str, Any]) -> Any:
-    """Return the answer of a decoding process, which is started if all others are busy; raises MediaError."""
+    """Return the answer of a decoding process, which is started if all others are busy.
+
+    Raises MediaError for a video that it refuses, or that ends it; ResourceError where it does not work.
+    """
     idle = _idle[os.getpid()]
     try:
         program = idle.pop()
     except IndexError:
         program = Program("stages.data.media.video_program")
     try:
-        answer = program.ask_hostile(question, TIMEOUT_S)
+        # Before the question: what fails without a video is no fault of the video.
+        program.start()
+    except (ProgramError, ProgramEndedError, TimeoutError) as error:
+        raise _broken(error) from error
+    try:
+        return program.ask_hostile(question, TIMEOUT_S)
     except ProgramError as error:
         if error.kind != "RefusedError":
-            raise MediaError(f"is no video that can be decoded ({error}); fetch or save it again") from error
+            raise _broken(error) from error
         raise MediaError(str(error)) from error
     except TimeoutError as error:
+        program.close()  # after a lack of memory it goes on, with what FFmpeg has not freed
         raise MediaError(
             "takes more time or memory to decode than a video may, or ends its decoder; scale it down, cut it, or save "
             "it in another way"
         ) from error
     finally:
         idle.append(program)
-    return answer
+
+
+def _broken(error: Exception) -> ResourceError:
+    return ResourceError(
+        f"the process that decodes videos does not work: {error or 'it did not start in time'}; check PyAV on this "
+        f"machine (`{install_command('media')}` installs it)"
+    )
 
 
 @contextmanager
 def _in_memory(data: bytes) -> Iterator[str]:
-    """Yield a path at which a decoding process reads an encoded video; raise MediaError for one that is too large."""
+    """Yield a path at which a decoding process reads an encoded video.
+
+    Raises MediaError for one that is too large, and ResourceError where nothing decodes videos.
+    """
     if find_spec("av") is None:
-        raise MediaError(f"is a video, which PyAV decodes, and that is not installed: run `{install_command('media')}`")
+        raise ResourceError(
+            f"the rows have videos, which PyAV decodes, and that is not installed: run `{install_command('media')}`"
+        )
     if len(data) > MAX_BYTES:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
     with _shared("video", len(data)) as descriptor:

@@ -99,6 +99,8 @@ def odd_pictures() -> dict[str, bytes]:
         "webp": saved(noise, "WEBP"),
         "tiff of floats": saved(Image.fromarray(rng.random((60, 90)).astype(np.float32)), "TIFF"),
         "many scans": many_scans(200),
+        "motion photo": whole + b"\xff\xda" * 200,
+        "scans in a thumbnail": saved(noise, "JPEG", comment=b"\xff\xda" * 200),
         "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
     }
 

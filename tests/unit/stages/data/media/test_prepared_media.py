@@ -62,6 +62,17 @@ FORMS = {
         [EXPANDED, "?"],
         ["a.png"],
     ),
+    "llava-instruct-mix-vsft: parts with numbers": (
+        {
+            "messages": [
+                user([{"index": number, "text": None, **IMAGE} for number in (0, 1)] + [{"index": None, **text("?")}]),
+                assistant([{"index": None, **text("a cat")}]),
+            ],
+            "images": ["a.png", "b.png"],
+        },
+        [EXPANDED, EXPANDED, "?"],
+        ["a.png", "b.png"],
+    ),
     "ms-swift": (
         {"messages": [user("<image>and<image>?"), CAT], "images": ["a.png", "b.png"]},
         [EXPANDED, "and", EXPANDED, "?"],
@@ -111,6 +122,10 @@ REFUSED = {
     "more places": (
         {"messages": [user("<image><image>?"), CAT], "images": ["a.png"]},
         "has a place for image 2 in its text, but 1 image beside it",
+    ),
+    "a number out of order": (
+        {"messages": [user([{"index": 1, **IMAGE}, {"index": 0, **IMAGE}]), CAT], "images": ["a.png", "b.png"]},
+        "has the index 1 in the place for image 1 in its text; expected 0",
     ),
     "a place without column": ({"messages": [user([IMAGE]), CAT]}, "has a place for image 1 in its text, but 0 images"),
     "an address": (

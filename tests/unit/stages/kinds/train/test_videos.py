@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from collections import defaultdict
 
 import av
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import transformers
 from transformers.video_utils import VideoMetadata
 
-from stages.core.errors import DataError, ModelError
+from stages.core.errors import DataError, ModelError, ResourceError
 from stages.data.media import videos
 from stages.hubs.builtin import qwen3_vl
 from stages.models.media import MediaError
@@ -159,7 +160,7 @@ def with_frames_cut(kind):
     [
         (b"text", "which is no video that can be decoded"),
         (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hosts\n", "which is no video that can be decoded"),
-        (with_frames_cut("mp4"), "which is (no video that can be decoded|damaged: it says of no frame)"),
+        (with_frames_cut("mp4"), "which is (no video that can be decoded|damaged, or of a codec that is not known)"),
         (with_frames_cut("avi"), "which is cut off: it has [0-9]+ of 20 frames"),
         (video((8, 808)), "which has 8 × 808 pixels; expected sides of at most 100 to 1"),
         (repeated_frame((4096, 4096), 1), "which has frames of 4096 × 4096 pixels; expected at most 8,388,608"),
@@ -189,10 +190,7 @@ def test_frames_that_grow_after_those_that_are_looked_at_end_the_decoding():
 def test_a_packet_that_takes_hours_ends_with_the_process_that_decodes_it():
     """Seconds of a core are bounded by the kernel, since FFmpeg decodes a packet in one step; others are decoded on."""
     hostile = packed_frames((3840, 2160), 100_000)
-    size = videos.inspect_video(FILES["a.mp4"])
-    (decoder,) = (
-        process for process in psutil.Process().children() if "stages.data.media.video_program" in process.cmdline()
-    )
+    size, decoder = videos.inspect_video(FILES["a.mp4"]), decoding_process()
     used_s = math.ceil(sum(decoder.cpu_times()[:2]))
     resource.prlimit(decoder.pid, resource.RLIMIT_CPU, (used_s + 2, used_s + 2))
     with pytest.raises(MediaError, match="takes more time or memory to decode than a video may"):
@@ -201,8 +199,37 @@ def test_a_packet_that_takes_hours_ends_with_the_process_that_decodes_it():
     assert videos.inspect_video(FILES["a.mp4"]) == size
 
 
+def test_a_video_for_which_there_is_no_memory_ends_the_process_that_decodes_it():
+    size, decoder = videos.inspect_video(FILES["a.mp4"]), decoding_process()
+    resource.prlimit(decoder.pid, resource.RLIMIT_AS, (decoder.memory_info().vms + 2**23, resource.RLIM_INFINITY))
+    with pytest.raises(MediaError, match="takes more time or memory to decode than a video may"):
+        videos.inspect_video(video((3840, 2160), 2))
+    assert not decoder.is_running()
+    assert videos.inspect_video(FILES["a.mp4"]) == size
+
+
+def decoding_process():
+    (found,) = (one for one in psutil.Process().children() if "stages.data.media.video_program" in one.cmdline())
+    return found
+
+
 def test_without_pyav_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
     write_rows(inputs["rows"] / "data", ASKED, "completion")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match="PyAV decodes, and that is not installed: run `make media`"):
+    with pytest.raises(ResourceError, match="PyAV decodes, and that is not installed: run `make media`"):
         losses_of(tmp_path, inputs, media=SAMPLING)
+
+
+def test_a_decoder_that_does_not_work_is_no_fault_of_the_video(tmp_path, monkeypatch):
+    (tmp_path / "av.py").write_text("raise ImportError('libx264.so is missing')")
+    size = videos.inspect_video(FILES["a.mp4"])
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        patch.setattr(videos, "_idle", defaultdict(list))
+        with pytest.raises(ResourceError, match=r"does not work: ImportError: libx264.so is missing; check PyAV"):
+            videos.inspect_video(FILES["a.mp4"])
+    with monkeypatch.context() as patch:
+        patch.setattr(videos, "_path_of", lambda descriptor: "/proc/1/no-such-folder/0")
+        with pytest.raises(ResourceError, match=r"does not work: FileNotFoundError: .* check PyAV"):
+            videos.inspect_video(FILES["a.mp4"])
+    assert videos.inspect_video(FILES["a.mp4"]) == size
