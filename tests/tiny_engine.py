@@ -16,7 +16,7 @@ from stages.models.recorded import Predicted
 from stages.remote.http import AnswerModel
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client, Models
-from stages.serving.config import BenchmarkConfig
+from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization
 
 PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
@@ -109,6 +109,8 @@ class TinyEngine:
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         raise ModelError("Tiny loads its weights once")
+
+    def check_serves(self, facts: ModelFacts, serving: ServingConfig) -> None: ...
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         if quantization.weights == "fp8":

@@ -157,7 +157,7 @@ def limit_problems(
     environment: of the server. Raises ModelError for a config that no model has.
     """
     check_config(facts, "its config")
-    max_tokens = _max_tokens(facts.fields)
+    max_tokens = max_tokens_of(facts.fields)
     if max_tokens is not None and environment.get(MAY_BE_TOO_LONG) != "1":
         yield from _too_long(serving, benchmark, max_tokens)
     yield from _undivided(facts.fields, serving.tensor_parallel_size)
@@ -214,7 +214,7 @@ def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, to
         )
 
 
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+def max_tokens_of(fields: Mapping[str, Any]) -> int | None:
     """Return the context length as vLLM derives it, `max_position_embeddings` × RoPE scaling factor, or None."""
     positions = fields.get("max_position_embeddings")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

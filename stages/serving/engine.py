@@ -449,6 +449,9 @@ class Engine(Protocol):
         Raises as `load_adapter` does.
         """
 
+    def check_serves(self, facts: ModelFacts, serving: ServingConfig) -> None:
+        """Raise RecipeError, `FIELD: PROBLEM`, for options with which the engine here could not serve a model."""
+
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Raise RecipeError, with a remedy, if a model's layers could not be served once quantized. facts: before."""
 
@@ -548,6 +551,9 @@ class FixedWeights:
 
     check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
     weight_transfer = connected = _refuse_reloads
+
+    def check_serves(self, facts: ModelFacts, serving: ServingConfig) -> None:
+        """Accept every model; its server says at its start what it does not serve."""
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Accept every quantized model; engines that can serve only some override this check."""

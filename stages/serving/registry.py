@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stages.core.contract import StageConfig
-from stages.core.errors import ModelError, ResourceError
+from stages.core.errors import ModelError, RecipeError, ResourceError
 from stages.core.files import read_json_object
-from stages.models.facts import PROCESSOR_FILES
+from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.model_folder import holds_gguf
 from stages.models.processor import reads_media
 from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
@@ -32,6 +32,14 @@ def chosen_engine(serving: ServingConfig | None) -> Engine:
 def installed_version(engine: Engine) -> dict[str, str]:
     """Return the installed version as a tag, {"vllm_version": "0.32.0"}; ResourceError if not installed."""
     return {f"{engine.name}_version": engine.find_program().version}
+
+
+def unserved(engine: Engine, facts: ModelFacts, serving: ServingConfig) -> Iterator[str]:
+    """Yield `FIELD: PROBLEM` for options with which the engine on this machine could not serve a model."""
+    try:
+        engine.check_serves(facts, serving)
+    except RecipeError as error:
+        yield str(error)
 
 
 def engine_of(name: str) -> Engine:

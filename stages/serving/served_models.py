@@ -26,6 +26,7 @@ from stages.serving.registry import (
     engine_problems,
     idle_serving_fields,
     installed_version,
+    unserved,
     with_engine,
 )
 
@@ -156,9 +157,11 @@ class AskedModelConfig(StageConfig):
         return self.serving.tensor_parallel_size if self.serving else 1
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        serving, environment = self.serving or ServingConfig(), self.execution.environment
-        problems = limit_problems(ModelFacts(read_config()), serving, None, environment)
+        facts, serving = ModelFacts(read_config()), self.serving or ServingConfig()
+        problems = limit_problems(facts, serving, None, self.execution.environment)
         yield from (f"{field}: {what}" for field, what in problems)
+        if self.execution.is_local:
+            yield from unserved(self.serving_engine, facts, serving)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {**installed_version(self.serving_engine)}

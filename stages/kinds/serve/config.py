@@ -26,6 +26,7 @@ from stages.serving.registry import (
     idle_serving_fields,
     installed_version,
     speculation_problems,
+    unserved,
     with_engine,
 )
 from stages.serving.served_models import adapters_base, base_problems
@@ -95,8 +96,11 @@ class ServeConfig(StageConfig):
             yield f"speculative.draft: {self.draft} is the served model; name a smaller one with the same tokens"
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        problems = limit_problems(ModelFacts(read_config()), self.serving, self.benchmark, self.execution.environment)
+        facts = ModelFacts(read_config())
+        problems = limit_problems(facts, self.serving, self.benchmark, self.execution.environment)
         yield from (f"{field}: {what}" for field, what in problems)
+        if self.execution.is_local:
+            yield from unserved(chosen_engine(self.serving), facts, self.serving)
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -24,11 +24,11 @@ from pydantic import JsonValue
 from stages.core.errors import ResourceError, ServerError
 from stages.core.shipped import install_command
 from stages.core.supervised import was_killed
-from stages.data.media.images import MAX_PIXELS
-from stages.models.facts import ModelFacts
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.linear_layers import Projection
+from stages.models.media import MAX_PIXELS
 from stages.models.recorded import Predicted
-from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig
+from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
 from stages.serving.engine import (
     Capabilities,
     LaunchSpec,
@@ -142,7 +142,9 @@ class VllmProgram:
         if spec.adapters:
             command += adapter_arguments(spec)
         if self.runs_on_cpu:
-            command += whole_prompts(spec.facts, self.python)
+            # Commands are also made for models that are not on this machine.
+            facts = spec.facts if (spec.model / CONFIG_FILE).is_file() else ModelFacts({})
+            command += whole_prompts(facts, serving)
         else:
             # By default each server would take 92% of a GPU's memory.
             share = GPU_SHARE / spec.num_tried if spec.num_tried > 1 else spec.gpu_share
@@ -396,6 +398,11 @@ class Vllm:
         from stages.serving.vllm.swap import wake_up
 
         wake_up(address, api_key, part, timeout_s)
+
+    def check_serves(self, facts: ModelFacts, serving: ServingConfig) -> None:
+        with suppress(ResourceError):  # not installed yet
+            if self.find_program().runs_on_cpu:
+                whole_prompts(facts, serving)
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         heads, device = servability.AttentionHeads.of(facts.config), servability.serving_device()

@@ -30,6 +30,16 @@ def plan(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("stage", ["serve", "scores"])
+def test_steps_of_vllm_on_a_cpu_that_are_shorter_than_a_prompt(plan, stage):
+    shorter = {"max-num-batched-tokens": POSITIONS - 1}
+    found = "max-num-batched-tokens: found 2047, but prompts may have 2048 tokens"
+    with pytest.raises(RecipeError, match=rf"stages\.{stage}\.serving\.arguments\.{found}"):
+        plan(stage, at_once=True, serving={"arguments": shorter})
+    assert plan(stage, at_once=True, serving={"arguments": shorter, "max_model_len": POSITIONS - 1})
+    assert plan(stage, at_once=True, serving={"arguments": {**shorter, "enable-chunked-prefill": True}})
+
+
 @pytest.mark.parametrize(
     ("stage", "host"),
     [("serve", "203.0.113.1"), ("serve", "2001:db8::1"), ("serve", "no-such-host.invalid"), ("scores", "203.0.113.1")],
