@@ -8,7 +8,7 @@ an error, which `check_exportable` finds before training.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,32 @@ def weights_as_stored(
     # Generators: weights are gathered, cast and written one after the other, never all in memory.
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
     # Other ranks only consume the stream, whose gathering is collective; names matter to the writer alone.
-    return _originals(causal_lm, kept, source.folder) if is_main_process() else kept
+    if not is_main_process():
+        return kept
+    rounded = {
+        name: one.dtype
+        for name, one in causal_lm.named_buffers()
+        if one.is_floating_point() and one.itemsize < dtype_of(name).itemsize
+    }
+    return _with_stored_buffers(_originals(causal_lm, kept, source.folder), causal_lm, source.folder, rounded)
+
+
+def _with_stored_buffers(
+    weights: Iterable[tuple[str, Tensor]], causal_lm: Any, source: Path, rounded: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights by their names in files; of buffers that only rounding has changed, the values in `source`.
+
+    rounded: dtypes of the model's buffers that hold fewer digits than is written, such as the biases of MiniMax-M2's
+    routers in a training in bf16, where Transformers has them in bf16 as well.
+    """
+    names = set(own_weight_shapes(causal_lm, source, rounded.keys())) if rounded else set()
+    stored = dict(read_carried(source, names)) if names else {}
+    for name, weight in weights:
+        value = stored.get(name)
+        if value is not None and any(torch.equal(value.to(one).to(weight), weight) for one in {*rounded.values()}):
+            yield name, value.to(weight)
+        else:
+            yield name, weight
 
 
 def with_carried(

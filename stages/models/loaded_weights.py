@@ -51,23 +51,26 @@ def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
     return {name for name, weight in built.state_dict().items() if weight.dtype == torch.float32}
 
 
-def convert_stored_buffers(causal_lm: Any, dtype: torch.dtype) -> None:
-    """Convert the buffers that model files hold to the dtype in which Transformers, asked for `dtype`, loads them.
+def convert_stored_buffers(causal_lm: Any, dtype_of: Callable[[str], torch.dtype]) -> None:
+    """Convert the buffers that model files hold to the dtype in which Transformers loads them (`dtype_of_weights`).
 
     FSDP2 casts parameters alone. MiniMax's decays, in fp32, would make of its states what no matrix in bf16 multiplies.
     """
-    dtype_of, stored = dtype_of_weights(causal_lm, dtype), causal_lm.state_dict().keys()
+    stored = causal_lm.state_dict().keys()
     for name, buffer in causal_lm.named_buffers():
         if name in stored and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype_of(name))
 
 
-def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
+def modules_kept_in_fp32(
+    causal_lm: Any, dtype: torch.dtype, dtype_of: Callable[[str], torch.dtype] | None = None
+) -> list[nn.Module]:
     """Return the largest modules whose parameters must all be computed in fp32 while others are in `dtype`.
 
-    Raises ModelError when such a parameter shares a module with others: FSDP2 casts all of a module.
+    dtype_of: as of `dtype_of_weights`, if the caller has it; else the model is built on `meta`. Raises ModelError when
+    such a parameter shares a module with others: FSDP2 casts all of a module.
     """
-    dtype_of = dtype_of_weights(causal_lm, dtype)
+    dtype_of = dtype_of or dtype_of_weights(causal_lm, dtype)
     kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}
     modules: list[nn.Module] = []
     todo: list[tuple[str, nn.Module]] = [("", causal_lm)] if kept else []

@@ -23,8 +23,11 @@ pytestmark = pytest.mark.nightly
 SETTINGS = Path(__file__).parents[2] / "deploy" / "apache" / "sign-in.conf"
 MODULES = Path("/usr/lib/apache2/modules")
 LOADED = ("mpm_event", "authn_core", "authz_core", "authz_user", "headers", "proxy", "proxy_http", "auth_openidc")
-KEY = "lifecycle:" + "a" * 64
-ALICE = "alice@example.com"
+KEY = "a" * 64
+MALLORY = "mallory@example.com"
+FORGED = ("X_Forwarded_User", "X-Forwarded_User", "X_Forwarded-User", "Forwarded")
+FORGED += tuple(f"X-Forwarded-{name}" for name in ("For", "Host", "Prefix", "Proto"))
+ALICE, BOB = "alice@example.com", "bob@example.com"
 MOCK = "oidc-provider-mock==0.3.4"
 
 
@@ -53,15 +56,17 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def provider(tmp_path_factory):
-    """Run the stand-in for a provider, which knows Alice, in an environment of its own; yield its address."""
+    """Run the stand-in for a provider, which knows Alice and, unverified, Bob, in an environment of its own."""
     folder, port = tmp_path_factory.mktemp("provider"), free_port()
     uv, python = Path(sys.executable).with_name("uv"), folder / "own" / "bin" / "python"
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder / "own"], check=True)
     subprocess.run([uv, "pip", "install", "--quiet", "--python", python, MOCK], check=True)
     with running([python, "-m", "oidc_provider_mock", f"--port={port}"], folder, port):
         url = f"http://localhost:{port}"
-        known = httpx.put(f"{url}/users/{urllib.parse.quote(ALICE)}", json={"email": ALICE, "email_verified": True})
-        assert known.is_success, known.text
+        for email in (ALICE, BOB):
+            fields = {"email": email, "email_verified": email == ALICE}
+            known = httpx.put(f"{url}/users/{urllib.parse.quote(email)}", json=fields)
+            assert known.is_success, known.text
         yield url
 
 
@@ -104,7 +109,7 @@ def pages(provider, tmp_path):
 def test_pages_are_shown_to_those_who_have_signed_in_and_to_no_one_else(pages, provider):
     url, got = pages
     with httpx.Client() as browser:
-        forged = {"X-Forwarded-User": "mallory@example.com", "OIDC_CLAIM_email": "mallory@example.com"}
+        forged = dict.fromkeys(("X-Forwarded-User", "OIDC_CLAIM_email", *FORGED), MALLORY)
         sent_away = browser.get(url, headers=forged)
         assert sent_away.status_code == 302 and sent_away.headers["location"].startswith(provider)
         assert got == []
@@ -118,9 +123,14 @@ def test_pages_are_shown_to_those_who_have_signed_in_and_to_no_one_else(pages, p
     assert (page.status_code, page.text) == (200, "the page of the runs")
     (headers,) = got
     assert headers.get_all("X-Forwarded-User") == [ALICE]
-    assert headers.get_all("Authorization") == ["Basic " + base64.b64encode(KEY.encode()).decode()]
+    assert headers.get_all("Authorization") == ["Basic " + base64.b64encode(f"lifecycle:{KEY}".encode()).decode()]
+    assert MALLORY not in str(headers)
     assert not [name for name in headers if re.search("oidc|token", name, re.IGNORECASE)]
     assert headers["Cookie"] is None
+    with httpx.Client() as browser:
+        allowed = browser.post(browser.get(url).headers["location"], data={"sub": BOB})
+        back = browser.get(allowed.headers["location"])
+        assert browser.get(back.headers["location"]).status_code in (401, 403), "his address is not verified"
     # A forged session is none.
     assert httpx.get(url, cookies={"mod_auth_openidc_session": "0" * 36}).status_code == 302
     assert len(got) == 1

@@ -24,7 +24,7 @@ from stages.engines.fsdp.tensor_parallel import matrices_left_whole, split_matri
 from stages.engines.fsdp.token_parallel import split_tokens
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.layers import text_layers, transformer_layers
-from stages.models.loaded_weights import convert_stored_buffers, modules_kept_in_fp32
+from stages.models.loaded_weights import convert_stored_buffers, dtype_of_weights, modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.host_memory import give_back_freed_memory
 from stages.parallel.layout import Layout
@@ -243,8 +243,9 @@ def apply_fsdp(
         options["ignored_params"] = used_as_they_are(model, compute_dtype)
         for one in options["ignored_params"]:  # FSDP2 moves its own alone; those on `meta` are read to the device
             one.data = one.data if one.is_meta else one.data.to(mesh.device_type)
-    convert_stored_buffers(model.causal_lm, compute_dtype)
-    for module in modules_kept_in_fp32(model.causal_lm, compute_dtype):
+    dtype_of = dtype_of_weights(model.causal_lm, compute_dtype)
+    convert_stored_buffers(model.causal_lm, dtype_of)
+    for module in modules_kept_in_fp32(model.causal_lm, compute_dtype, dtype_of):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     embedding = model.causal_lm.get_input_embeddings()

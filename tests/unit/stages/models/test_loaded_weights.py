@@ -16,6 +16,7 @@ from transformers import (
     Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxConfig,
+    MiniMaxM2Config,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -51,6 +52,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **SIZES, num_experts=8, num_experts_per_tok=2, num_dense_layers=1, layer_types=["full_attention"] * 2
     ),
     "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, head_dim=8, num_experts=8, moe_topk=2),
+    "minimax_m2": lambda: MiniMaxM2Config(**SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2),
     "minimax": lambda: MiniMaxConfig(**SIZES, block_size=4, layer_types=["linear_attention", "full_attention"]),
 }
 KEPT = {
@@ -59,7 +61,9 @@ KEPT = {
     "ernie4_5_moe": {"mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"},
     "lfm2_moe": {"feed_forward.expert_bias"},
     "hunyuan_v1_moe": {"mlp.gate.wg.weight"},
-    "minimax": set(),  # its decays are buffers that files hold, in the dtype of the weights
+    # Buffers that files hold, in the dtype of the weights: biases of routers, and decays.
+    "minimax_m2": set(),
+    "minimax": set(),
 }
 
 
@@ -103,6 +107,21 @@ def test_training_in_bf16_computes_them_in_fp32(source: Path) -> None:
     expected = kept_in_fp32(loaded(source, torch.bfloat16))
     assert {in_layer(name) for name, dtype in seen.items() if dtype == torch.float32} == expected
     assert torch.bfloat16 in seen.values()
+
+
+@pytest.mark.parametrize("source", ["minimax_m2"], indirect=True)
+def test_buffers_that_are_computed_in_bf16_are_exported_in_fp32_as_they_were_stored(source: Path, tmp_path: Path):
+    name = "model.layers.1.mlp.e_score_correction_bias"
+    with joined_processes() as device:
+        engine = FsdpEngine(ModelFacts(source), EngineSettings(Layout(), "bf16", AdamSettings(1e-3)), device)
+        buffer = engine._model.causal_lm.get_buffer(name)
+        assert buffer.dtype == torch.bfloat16
+        engine.export(tmp_path / "untrained", torch.float32)
+        buffer += 1
+        engine.export(tmp_path / "trained", torch.float32)
+        expected = buffer.cpu().float()
+    assert torch.equal(loaded(tmp_path / "untrained", torch.float32)[name], loaded(source, torch.float32)[name])
+    assert torch.equal(loaded(tmp_path / "trained", torch.float32)[name], expected)
 
 
 def kept_in_fp32(weights: dict[str, torch.Tensor]) -> set[str]:
