@@ -326,7 +326,7 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     """
     shape = work.shape
     # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
-    whole = 10 * shape.hidden_size + 2 * shape.latent_width
+    whole: float = 10 * shape.hidden_size + 2 * shape.latent_width
     mixture = shape.num_mixture_layers / shape.num_layers
     width = (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
     attention = 2 * (shape.query_width + shape.kv_width + 2 * shape.rotary_width)
