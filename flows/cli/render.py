@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from flows.launch.cluster import order_of
-from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S
 from flows.launch.manifests import Manifest, job_manifests
 from flows.launch.serving_manifests import Replicas, serving_manifests
 from flows.ledger.home import home
@@ -36,7 +35,7 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
         )
     work = made.store.work_folder(planned.kind, planned.name, planned.resume_key)
     command = ["-m", "stages", str(work)]
-    return job_manifests(order_of(stage, work, planned.config, command, HEARTBEAT_PATIENCE_S))
+    return job_manifests(order_of(stage, work, planned.config, command))
 
 
 def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:

@@ -10,17 +10,20 @@ lost a node or reached its time limit is submitted again; the stage continues fr
 import itertools
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from flows.launch.cluster import CLUSTERS
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Jobs, Waiting
-from flows.launch.failures import leave_error
-from flows.launch.through_bucket import JobMirror
-from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
+from flows.launch.failures import INTERRUPTED, leave_error
+from flows.launch.through_bucket import JobMirror, insist
+from stages.core.errors import LifecycleError, RefreshStoppedError, StageCrashError, StageTimeoutError, TransientError
 from stages.core.metric_series import metrics_size
+from stages.core.supervised import was_killed
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
@@ -30,13 +33,19 @@ COMPLETING_PATIENCE_TICKS = 60
 
 
 class Agent:
-    """Follower of one stage's cluster jobs, which submits another job after an interruption."""
+    """Follower of one stage's cluster jobs, which submits another job after an interruption.
 
-    def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs, mirror: JobMirror | None) -> None:
+    check: called during transfers; raises once this program is asked to end.
+    """
+
+    def __init__(
+        self, folder: JobFolder, order: JobOrder, jobs: Jobs, mirror: JobMirror | None, check: Callable[[], None]
+    ) -> None:
         self.folder = folder
         self.order = order
         self.jobs = jobs
         self.mirror = mirror
+        self.check = check
         self._last_message = ""
         self._num_fruitless = 0
 
@@ -46,11 +55,20 @@ class Agent:
             # Steps that are repeated after a checkpoint are not logged again, so the file grows only with progress.
             before = metrics_size(self.order.work)
             if self.mirror:
-                self.mirror.send()
+                self.mirror.send(self.check)
             job_id = self.jobs.submit()
             ended = self._follow(job_id)
+            if isinstance(ended, Interrupted) or ended == Finished(INTERRUPTED):
+                # Nothing of it may be left: the next job has the same name and the same work folder.
+                self.jobs.cancel()
             if self.mirror:
-                self.mirror.fetch()
+                # Only now: in its grace period the job has sent its last checkpoint.
+                insist(self._fetch)
+            end = self.folder.end(job_id)
+            if isinstance(ended, Interrupted) and end and end.exit_code == 0:
+                ended = Finished(0)  # the stage was done before its pod went
+            elif isinstance(ended, Finished) and not end:
+                ended = self._unexplained(job_id, ended)
             if isinstance(ended, Finished):
                 return ended.exit_code
             if isinstance(ended, Failed):
@@ -79,11 +97,29 @@ class Agent:
         """Give the job a sign of life, and take what it has sent."""
         self.folder.beat()
         try:
-            if self.mirror:
-                self.mirror.beat()
-                self.mirror.fetch()
+            self._fetch()
         except TransientError as error:
             self._say("warning", f"{error}; trying again")
+
+    def _fetch(self) -> None:
+        if self.mirror:
+            self.mirror.fetch(self.check)
+
+    def _unexplained(self, job_id: str, ended: Finished) -> JobOutcome:
+        """Return the outcome of a job whose program left no end of the stage."""
+        code = ended.exit_code
+        if code == INTERRUPTED:
+            return Interrupted("a request to end, or for want of heartbeats")
+        if self.mirror is None:
+            return ended
+        message = (
+            f"{self.jobs.name_of(job_id)} of {self.order.stage} exited with {code}, and left no end of the stage in "
+            f"{self.order.through}; check that its image holds this version of the program and the package obstore, "
+            f"and that execution.{self.order.launcher}.secrets names the bucket's credentials"
+        )
+        if code == TransientError.exit_code:
+            return Failed(TransientError(message))
+        return Failed(StageCrashError(message, died=was_killed(code)))
 
     def _look(self, job_id: str) -> JobOutcome | None:
         """Return a job's outcome; None while it runs or waits, when it reports each new reason to wait."""
@@ -103,12 +139,10 @@ class Agent:
             self.folder.report(event, message)
 
     def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
-        """Cancel an interrupted cluster job, so that the stage can be submitted again.
+        """Report that an interrupted stage is submitted again.
 
         Raises `StageTimeoutError` or `TransientError` when the stage makes no progress from job to job.
         """
-        # Nothing of it may be left: the next job has the same name and the same work folder.
-        self.jobs.cancel()
         what = f"{self.jobs.name_of(job_id)} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
             field = f"execution.{self.order.launcher}.time_limit"
@@ -126,14 +160,27 @@ def main() -> int:
     folder = JobFolder.of(work)
     order = folder.order()
     assert order, f"no order in {folder.path}"
-    # An exit by exception, so that `finally` cancels the job.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    stage, stop, is_over = order.stage, threading.Event(), threading.Event()
+
+    def end(number: int, _: object) -> None:
+        stop.set()  # for transfers, which run in other threads
+        sys.exit(128 + number)  # an exit by exception, so that `finally` cancels the job
+
+    def check() -> None:
+        if stop.is_set():
+            raise RefreshStoppedError(f"{stage} was stopped between the bucket and this machine")
+
+    signal.signal(signal.SIGTERM, end)
     jobs: Jobs | None = None
     mirror: JobMirror | None = None
+    pulse: threading.Thread | None = None
     try:
-        mirror = JobMirror(order) if order.through else None
+        if order.through:
+            mirror = JobMirror(order)
+            pulse = threading.Thread(target=mirror.beat, args=[is_over], daemon=True)
+            pulse.start()
         jobs = CLUSTERS[order.launcher].connect(folder, order)
-        return Agent(folder, order, jobs, mirror).run()
+        return Agent(folder, order, jobs, mirror, check).run()
     except LifecycleError as error:
         return leave_error(work, error)
     finally:
@@ -142,8 +189,12 @@ def main() -> int:
         folder.forget_environment()
         if jobs:
             _cancel(jobs, folder, order)
-        if mirror:
+        if mirror and pulse:
+            is_over.set()
+            pulse.join()
+            # What cannot be fetched stays in the bucket, whose garbage collection takes it.
             with suppress(LifecycleError):
+                mirror.fetch()
                 mirror.close()
 
 

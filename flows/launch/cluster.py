@@ -1,7 +1,8 @@
 """Launching of a stage as a cluster job, on Slurm or Kubernetes, and the registry of such launchers.
 
-The store must lie under the same path here and on the nodes. So must this code: with Slurm under the same path as here,
-with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder.
+The home has the same path here and on the nodes: on a disk that they share, or on one of their own, whose files come
+and go through a bucket. So has this code with Slurm; with Kubernetes it is in the image. The job's output, metrics and
+events go to the files of the work folder.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import sys
 from pathlib import Path
 
 from flows.launch import kubernetes, local, slurm
-from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S, Cluster, JobFolder, JobOrder
+from flows.launch.cluster_job import BUCKET_PATIENCE_S, HEARTBEAT_PATIENCE_S, Cluster, JobFolder, JobOrder
 from flows.ledger.home import home
 from flows.store.content import LOG_FILE
-from flows.store.remote import SETTING_FILE, read_setting
+from flows.store.remote import job_store
 from stages.core.contract import StageConfig, StageInput
-from stages.core.errors import LifecycleError, RecipeError
+from stages.core.errors import LifecycleError
 from stages.core.launchers.registry import LauncherBlocks
-from stages.core.redaction import secrets_in
 from stages.core.supervised import SupervisedProcess
 
 CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
 """Cluster launchers by name. A new launcher is a module, a line here, and its options in `stages/core/launchers/`."""
 CANCEL_GRACE_S = 40.0
 """Seconds given to the program that follows a cluster job for cancelling the job, before the program is killed."""
+FETCH_GRACE_S = 60.0
+"""Further seconds for receiving from a bucket what the cancelled job has sent at its end."""
 
 
 def start(
@@ -33,31 +35,26 @@ def start(
     config: StageConfig,
     *,
     stage_command: list[str] | None = None,
-    heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S,
+    heartbeat_patience_s: float | None = None,
 ) -> ClusterProcess:
     """Submit the stage of a work folder to a cluster, as its `config.json` says.
 
     stage_command: arguments of Python, by default those that run the stage. heartbeat_patience_s: a job that receives
-    no heartbeat for this long ends itself.
+    no heartbeat for this long ends itself; None takes the launcher's default. Raises RecipeError as `job_store`.
     """
     name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
     environment = {**CLUSTERS[order.launcher].environment(), **local.EVERYWHERE, **config.execution.environment}
-    if order.through and secrets_in(environment):
-        raise RecipeError(
-            f"starting {name}: execution.environment holds a secret, which would lie in {order.through}; name it in "
-            f"execution.{order.launcher}.secrets instead"
-        )
     JobFolder.of(work).write(order, environment)
     (work / LOG_FILE).touch(mode=0o600)
-    return ClusterProcess(work)
+    return ClusterProcess(work, CANCEL_GRACE_S + (FETCH_GRACE_S if order.through else 0.0))
 
 
 def order_of(
-    name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
+    name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float | None = None
 ) -> JobOrder:
     """Return the description of a stage's cluster job, with a job name that no other job has."""
-    execution = config.execution
+    execution, through = config.execution, job_store(name, config, home())
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30]
     return JobOrder(
@@ -71,19 +68,9 @@ def order_of(
         network_interface=execution.network_interface,
         processes=config.processes,
         interruptions_without_progress=execution.retries,
-        heartbeat_patience_s=heartbeat_patience_s,
-        through=None if getattr(execution, execution.launcher).shares_home else _shared_store(name),
+        heartbeat_patience_s=heartbeat_patience_s or (BUCKET_PATIENCE_S if through else HEARTBEAT_PATIENCE_S),
+        through=through,
         **{field: getattr(execution, field) for field in LauncherBlocks.model_fields},
-    )
-
-
-def _shared_store(stage: str) -> str:
-    """Return the address of the store through which a job's files pass. Raises RecipeError for a home without one."""
-    if address := read_setting(home() / SETTING_FILE):
-        return address
-    raise RecipeError(
-        f"starting {stage}: its job shares no volume with this home (store_claim: null), so its files pass through a "
-        f"bucket; name one in {home() / SETTING_FILE}, or a volume in store_claim"
     )
 
 
@@ -105,12 +92,12 @@ class ClusterProcess:
     itself, because it receives no heartbeats.
     """
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, grace_s: float) -> None:
         self._work = work
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:
             command = [sys.executable, "-m", "flows.launch.agent", str(work)]
-            self._agent = SupervisedProcess(command, environment=environment, output=log, grace_s=CANCEL_GRACE_S)
+            self._agent = SupervisedProcess(command, environment=environment, output=log, grace_s=grace_s)
         self.token = self._agent.token
         self._is_over = False
 

@@ -8,8 +8,8 @@ heartbeat          changes every few seconds while the agent waits for the job
 owner              which start of the job may write to the work folder
 ended.json         exit of the stage's processes, unless the cluster ended the job (`JobEnd`)
 
-The nodes share the file system of the folder. The environment may hold secrets, so it goes through neither command
-lines, nor job scripts, nor the cluster's records.
+The nodes share the file system of the folder, or have a copy, which comes and goes through a bucket. The environment
+may hold secrets, so it goes through neither command lines, nor job scripts, nor the cluster's records.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.launchers.registry import LauncherBlocks
 
+HEARTBEAT, ENDED = "heartbeat", "ended.json"
 HEARTBEAT_PATIENCE_S = 60.0
 """Seconds without a heartbeat from the submitter after which a job ends itself; network disks show changes late."""
+BUCKET_PATIENCE_S = 300.0
+"""The same where heartbeats pass through a bucket, which may not answer for minutes."""
 
 
 class JobOrder(LauncherBlocks):
     """Description of a cluster job, stored as `order.json`: the command of each node, and the resources it needs.
 
-    job: unique name in the cluster. home: folder of the store, which the nodes share. stage_command: arguments of
-    Python. interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
+    job: unique name in the cluster. home: its folder, here and on the nodes. stage_command: arguments of Python.
+    interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
     through: address of the shared store through which the job's files pass; None where the nodes share the home.
     """
 
@@ -146,12 +149,12 @@ class JobFolder:
     def beat(self) -> None:
         """Write a heartbeat, which shows the cluster job that its submitter is alive."""
         # Not atomic, since a torn text is new as well.
-        (self.path / "heartbeat").write_text(str(time.time_ns()), encoding="utf-8")
+        (self.path / HEARTBEAT).write_text(str(time.time_ns()), encoding="utf-8")
 
     def last_beat(self) -> str:
         """Return the text of the submitter's last heartbeat, "" without any. Every heartbeat has a new text."""
         try:
-            return (self.path / "heartbeat").read_text(encoding="utf-8")
+            return (self.path / HEARTBEAT).read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -161,7 +164,7 @@ class JobFolder:
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
         # A requeued Slurm job has the same id, and the end of its former start must not be taken for its own.
-        (self.path / "ended.json").unlink(missing_ok=True)
+        (self.path / ENDED).unlink(missing_ok=True)
         write_atomically(self.path / "owner", owner)
 
     def owner(self) -> str | None:
@@ -172,12 +175,12 @@ class JobFolder:
             return None
 
     def write_end(self, end: JobEnd) -> None:
-        write_atomically(self.path / "ended.json", end.model_dump_json())
+        write_atomically(self.path / ENDED, end.model_dump_json())
 
     def end(self, job_id: str) -> JobEnd | None:
         """Return how the stage's processes ended in a cluster job; None while they run, or when they were killed."""
         try:
-            end = JobEnd.model_validate_json((self.path / "ended.json").read_bytes())
+            end = JobEnd.model_validate_json((self.path / ENDED).read_bytes())
         except FileNotFoundError:
             return None
         return end if end.job_id == job_id else None

@@ -2,7 +2,7 @@
 
 For one node: a Job. For several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an
 indexed Job whose pods find the first one through a headless Service; and a NetworkPolicy. Pods satisfy the "restricted"
-Pod Security Standard, hold no token of the API, and can write only to the shared home, /tmp and shared memory.
+Pod Security Standard, hold no token of the API, and can write only to the home's volume, /tmp and shared memory.
 """
 
 from pathlib import Path
@@ -132,7 +132,7 @@ def _train_job(order: JobOrder) -> Manifest:
 def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
     """Return the specification of a pod that runs one node's processes of the stage (`node_task`).
 
-    Secrets are referenced by name, never copied; all other environment lies in the shared home.
+    Secrets are referenced by name, never copied; all other environment lies in the home, or comes from the bucket.
     """
     asked = order.block(KubernetesOptions)
     # The root file system is read-only.

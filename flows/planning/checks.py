@@ -1,15 +1,16 @@
 """Checks of a recipe and plan before anything runs: fields without effect, server options, each stage's own checks."""
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flows.ledger.home import store_root
+from flows.ledger.home import home, store_root
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.planning.plan import Plan
 from flows.recipe.recipe import Recipe
 from flows.recipe.text import show
+from flows.store.remote import job_store
 from stages.core.contract import StageConfig
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.core.fields import values_named
@@ -23,8 +24,8 @@ OFTEN_OVERRIDDEN = ("execution.", "epochs")
 class Problems:
     """Collector of all problems found in a plan, in order, so that a person can fix them in one go."""
 
-    def __init__(self) -> None:
-        self._errors: dict[str, LifecycleError] = {}
+    def __init__(self, errors: Iterable[LifecycleError] = ()) -> None:
+        self._errors: dict[str, LifecycleError] = {str(error): error for error in errors}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -172,6 +173,16 @@ def check_publishing(plan: Plan) -> None:
     ]
     if problems:
         raise RecipeError("\n".join(problems))
+
+
+def check_buckets(plan: Plan) -> None:
+    """Raise RecipeError for stages that will run away from the home's disk without a bucket, or with secrets in it."""
+    problems = Problems()
+    for name, stage in plan.stages.items():
+        if stage.action == "run":
+            with problems.noted():
+                job_store(name, stage.config, home())
+    problems.check()
 
 
 def installation_notes(planned: Plan) -> Iterator[str]:

@@ -15,6 +15,7 @@ from flows.planning.checks import (
     Problems,
     check_among,
     check_arguments,
+    check_buckets,
     check_idle,
     check_limits,
     check_publishing,
@@ -111,9 +112,7 @@ def _plan_of(
     unreachable: dict[str, str] | None = {} if may_be_unreachable else None
     chosen = chosen_stages(recipe, request.until)
     index = store.index()
-    problems = Problems()
-    for of_recipe in errors:
-        problems.add(of_recipe)
+    problems = Problems(errors)
     failed: dict[str, LifecycleError] = {}
     recipe, notes = find_stored(recipe, chosen, index, failed)
     with problems.noted():
@@ -164,6 +163,7 @@ def _plan_of(
         check_shared_devices(recipe, will_run, configs)
     with problems.noted():
         check_publishing(planned)
+        check_buckets(planned)
     notes += device_notes(recipe, chosen)
     with problems.noted():
         notes += installation_notes(planned)

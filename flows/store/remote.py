@@ -30,9 +30,10 @@ from flows.recipe.version import version_of
 from flows.store.content import NOT_OF_THE_ARTIFACT, FileEntry, Files, content_digest, hash_file
 from flows.store.objects import ADDRESS, Held, Listed, Objects, go_on
 from flows.store.record import Artifact, Record
+from stages.core.contract import StageConfig
 from stages.core.errors import DownloadError, RecipeError, StoreError, full_disk_named
 from stages.core.fields import StrictModel
-from stages.core.redaction import quoted
+from stages.core.redaction import quoted, redact, secrets_in
 from stages.hubs.listing import check_fit, path_in
 
 SETTING_FILE = "store.yaml"
@@ -74,6 +75,29 @@ def read_setting(file: Path) -> str | None:
             "credentials: these come from the environment"
         )
     return address.rstrip("/")
+
+
+def job_store(stage: str, config: StageConfig, home: Path) -> str | None:
+    """Return the shared store through which a job's files pass; None for a stage whose processes see the home's disk.
+
+    Raises RecipeError for a home that names no store, and for a secret in the environment, which would lie there.
+    """
+    execution = config.execution
+    if execution.options.shares_home:
+        return None
+    path, address = f"stages.{stage}.execution", read_setting(home / SETTING_FILE)
+    if address is None:
+        raise RecipeError(
+            f"{path}.{execution.launcher}.store_claim: null: its job shares no volume with this home, so its files "
+            f"pass through a bucket; name one in {home / SETTING_FILE}, or a volume in store_claim"
+        )
+    text = "\n".join(execution.environment.values())
+    if secrets_in(execution.environment) or redact(text, ()) != text:
+        raise RecipeError(
+            f"{path}.environment holds a secret, which would lie in {address}; name it in "
+            f"execution.{execution.launcher}.secrets instead"
+        )
+    return address
 
 
 class Remote:

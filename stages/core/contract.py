@@ -72,6 +72,8 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
 """Seconds between lines about a stage's progress in its log."""
+SYNCED_WEIGHTS = "weights"
+"""Folder in a stage's scratch folder through which weights reach a sampling server; no other attempt reads them."""
 FINDING_TAG = "finding"
 """Tag of an artifact that its own stage found to be unusable; its value is `ERROR_CLASS: MESSAGE`."""
 

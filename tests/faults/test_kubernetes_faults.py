@@ -19,7 +19,7 @@ from flows.running.workspace import ResolvedInputs, prepare
 from flows.store.collect import verify
 from flows.store.shared import obtain
 from flows.store.store import Store
-from stages.core.errors import DataError, RecipeError, ResourceError, StageCrashError
+from stages.core.errors import DataError, RecipeError, ResourceError, StageCrashError, TransientError
 from tests.cluster_stages import messages
 from tests.kubernetes_api import Cluster, running_api
 from tests.s3_server import BUCKET, running_s3
@@ -107,12 +107,16 @@ def test_a_job_that_somebody_deletes_is_an_error_that_says_so(cluster, store, fa
     assert "was deleted by somebody else" in str(outcome[0])
 
 
-def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluster, store, fault):
-    fault.name, fault.stage = "pod evicted", "download"
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [("DisruptionTarget", "the loss of a pod (PreemptionByScheduler)"), ("Ready", "a request to end")],
+)
+def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluster, store, fault, condition, reason):
+    fault.name, fault.stage = f"pod evicted, {condition}", "download"
     outcome, thread = in_the_background(store, "linger")
     wait_for_step(store)
     (pod,) = cluster.processes
-    cluster.conditions[pod] = [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]
+    cluster.conditions[pod] = [{"type": condition, "status": "True", "reason": "PreemptionByScheduler"}]
     evicted = cluster.processes[pod]
     with fault.timed("detected"):
         evicted.terminate()
@@ -122,9 +126,9 @@ def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluste
         thread.join()
     assert outcome[0].metrics["first_step"] > 0
     fault.lost = f"nothing: went on at step {outcome[0].metrics['first_step']:.0f} of 10"
-    assert "was ended by the loss of a pod (PreemptionByScheduler); submitting it again" in messages(
-        outcome[0].artifact
-    )
+    said = messages(outcome[0].artifact)
+    assert f"was ended by {reason}" in said
+    assert "submitting it again" in said
 
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
@@ -143,10 +147,10 @@ def bucket(tmp_path, cluster, monkeypatch):
         assert not [key for key in server.objects() if "/jobs/" in key]
 
 
-def build_away(mode: str, notes: tiny.Notes | None = None) -> BuiltStage:
+def build_away(mode: str, notes: tiny.Notes | None = None, secrets: tuple[str, ...] = AWS) -> BuiltStage:
     """Build the stand-in's dataset, then a stage upon it whose job does not see this home's disk."""
     store = Store(home() / "store")
-    secrets = {name: f"bucket/{name}" for name in AWS}
+    secrets = {name: f"bucket/{name}" for name in secrets}
     away = {"image": "pipeline:1", "namespace": "ml", "store_claim": None, "secrets": secrets}
     execution = {"launcher": "kubernetes", "environment": {**SLOW, "TINY": mode}, "kubernetes": away, "threads": 1}
     tree = {"base": tiny.model_stage(), "rows": tiny.stage("ok"), "sft": {**TRAINING, "execution": execution}}
@@ -176,6 +180,12 @@ def test_a_job_without_the_homes_disk_gets_its_files_from_the_bucket_and_leaves_
 def test_the_error_of_a_job_without_the_homes_disk_arrives_and_so_does_its_log(bucket):
     with pytest.raises(DataError, match="row 3 has no messages"):
         build_away("known_error")
+
+
+@pytest.mark.nightly
+def test_a_pod_that_cannot_read_the_bucket_is_an_error_that_names_the_bucket_and_the_secrets(bucket):
+    with pytest.raises(TransientError, match=r"exited with 75.*s3://lake/team.*kubernetes\.secrets names"):
+        build_away("ok", secrets=("AWS_REGION", "AWS_ENDPOINT_URL"))
 
 
 @pytest.mark.nightly

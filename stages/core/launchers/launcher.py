@@ -21,6 +21,11 @@ class LauncherOptions(StrictModel):
     IS_LOCAL: ClassVar[bool] = False
     DESCRIBES_SERVERS: ClassVar[bool] = False
 
+    @property
+    def shares_home(self) -> bool:
+        """Return whether the nodes see the home's disk; else the job's files pass through the shared store."""
+        return True
+
     def problems(self, nodes: int) -> Iterator[str]:
         """Yield an error, which begins with the option's name, for each option missing or unfit for so many nodes."""
         return iter(())
@@ -40,11 +45,6 @@ class ClusterOptions(LauncherOptions):
     memory_gib_per_node: PositiveFloat | None = Field(
         None, description="Memory requested on each node, in GiB; default: the cluster's."
     )
-
-    @property
-    def shares_home(self) -> bool:
-        """Return whether the nodes see the home's disk; else the job's files pass through the shared store."""
-        return True
 
     def gpu_problem(self, wanted: int) -> str | None:
         if self.gpus_per_node and self.gpus_per_node < wanted:

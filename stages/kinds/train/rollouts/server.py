@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
-from stages.core.contract import StageContext, is_main_process
+from stages.core.contract import SYNCED_WEIGHTS, StageContext, is_main_process
 from stages.core.errors import LifecycleError, ServerError, TransientError
 from stages.core.redaction import redact
 from stages.kinds.train.blocks import TrainExecution
@@ -305,8 +305,6 @@ def _connection(server: SamplingServer) -> WeightConnection:
 
 
 POLL_INTERVAL_S = 1.0
-WEIGHTS = "weights"
-"""Folder in the stage's scratch folder through which the weights reach the sampling server."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +387,7 @@ def external_server_problems(
         return
     try:
         for server in ExternalServer.all_of(config, model):
-            server.check(context.scratch / WEIGHTS / "none" if context else None)
+            server.check(context.scratch / SYNCED_WEIGHTS / "none" if context else None)
     except TransientError as error:
         yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")
     except LifecycleError as error:

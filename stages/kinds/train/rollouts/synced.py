@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from stages.core.contract import StageContext, is_main_process
+from stages.core.contract import SYNCED_WEIGHTS, StageContext, is_main_process
 from stages.engines.engine import Engine, free_memory
 from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.config import TrainConfig
@@ -19,7 +19,7 @@ from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.kinds.train.rollouts.many_servers import ManyServers
 from stages.kinds.train.rollouts.own_server import OwnServer, shared_gpu
 from stages.kinds.train.rollouts.probe import Probe
-from stages.kinds.train.rollouts.server import WEIGHTS, ExternalServer, PolicyServer, RolloutServer
+from stages.kinds.train.rollouts.server import ExternalServer, PolicyServer, RolloutServer
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.serving.held_weights import HeldWeights
@@ -93,7 +93,7 @@ class SyncedServer:
             )
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.
-        self._weights = context.scratch / WEIGHTS
+        self._weights = context.scratch / SYNCED_WEIGHTS
         self._probe_path = context.scratch / "rollouts" / "probe.json"
         self._probe: Probe | None = None
         if is_main_process():
