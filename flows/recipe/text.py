@@ -111,12 +111,11 @@ def tree_of(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a recipe's text with `***` in place of passwords and of each value in an `environment` mapping."""
+    """Return a recipe's text with `***` in place of passwords and of each value of an `execution`'s `environment`."""
     hidden: set[tuple[int, int]] = set()
-    for mapping in _mappings(yaml.compose(text, RecipeLoader)):
-        for key, value in mapping.value:
-            if key.value == "environment":
-                hidden |= {(one.start_mark.index, one.end_mark.index) for one in _values(value)}
+    for execution in _under("execution", yaml.compose(text, RecipeLoader)):
+        for variables in _under("environment", execution):  # also within what a merge (`<<`) adds
+            hidden |= {(one.start_mark.index, one.end_mark.index) for one in _values(variables)}
     # From the end, so that positions of the values before stay valid.
     for start, end in sorted(hidden, reverse=True):
         behind = text[start:end].rstrip()  # a block scalar includes its last line break, which is kept
@@ -124,8 +123,8 @@ def without_secrets(text: str) -> str:
     return redact(text)
 
 
-def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Yield every mapping node of a YAML document once; an alias counts as its anchor's node."""
+def _under(name: str, root: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Yield the value of every key of this name in a YAML document; an alias counts as its anchor's node."""
     todo = [root] if root else []
     seen: set[int] = set()
     while todo:
@@ -135,7 +134,7 @@ def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            yield node
+            yield from (value for key, value in node.value if key.value == name)
             todo += [one for pair in node.value for one in pair]
         elif isinstance(node, yaml.SequenceNode):
             todo += node.value

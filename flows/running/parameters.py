@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -18,7 +18,7 @@ from flows.recipe.overrides import apply_overrides
 from flows.recipe.text import absolute, read_tree
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
-from stages.core.fields import OutsideInput, SourceText, find_marker, models_in
+from stages.core.fields import OutsideInput, SourceText, find_marker
 from stages.core.launchers.registry import BLOCKS
 from stages.core.redaction import shortened
 from stages.kinds.publish.config import PublishConfig
@@ -99,14 +99,22 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
 def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the fields of a config class whose text may be a path; other texts may look like one (`/no_think`).
 
-    `*` stands for any name that a recipe gives.
+    `*` stands for any name that a recipe gives, and for any place in a list.
     """
     for name, field in model.model_fields.items():
         if find_marker(field, OutsideInput) or find_marker(field, SourceText):
             yield (*above, name)
-        given = ("*",) if get_origin(field.annotation) is dict else ()
-        for inner in models_in(field.annotation):
-            yield from _path_fields(inner, (*above, name, *given))
+        for inner, between in _blocks(field.annotation):
+            yield from _path_fields(inner, (*above, name, *between))
+
+
+def _blocks(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    """Yield each config class in a field's type, with a `*` for every dict and list between them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, ()
+    given = ("*",) if get_origin(annotation) in (dict, tuple, list) else ()
+    for argument in get_args(annotation):
+        yield from ((inner, (*given, *between)) for inner, between in _blocks(argument))
 
 
 def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:

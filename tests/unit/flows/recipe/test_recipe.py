@@ -402,6 +402,10 @@ def test_the_text_that_is_kept_of_a_recipe_lacks_secrets_and_nothing_else(tmp_pa
     file.write_text(KEPT)
     assert load_recipe(file).text == KEPT
     assert without_secrets(KEPT) == SHOWN.replace("what is here", "***")
+    acting = "stages: {a: {environment: {tools: [search: texts], max_turns: 2}, execution: {retries: 1}}}"
+    assert without_secrets(acting) == acting
+    merged = "x: &x {environment: {A: b}}\nstages: {a: {execution: {<<: *x, retries: 1}}}"
+    assert without_secrets(merged) == merged.replace("b}", "'***'}")
     assert without_secrets('{"a": "https://me:hunter2@host/x"}') == '{"a": "https://me:***@host/x"}'
     shipped = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
     assert [one.name for one in shipped if without_secrets(one.read_text()) != one.read_text()] == []

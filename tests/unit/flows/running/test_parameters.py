@@ -142,6 +142,28 @@ def test_files_are_known_by_the_fields_that_name_them(folder, stage, field):
 @pytest.mark.parametrize(
     "override",
     [
+        "stages.answers.environment.tools=[{search: ~/.ssh}]",
+        "stages.answers.environment={tools: [calculator, {search: /etc}]}",
+        "stages.scores.episodes.environment={tools: [{search: ../other}]}",
+    ],
+)
+def test_so_are_files_that_a_list_names(folder, override):
+    answers = {
+        "kind": "generate",
+        "model": "base",
+        "prompts": {"dataset": "rows"},
+        "environment": {"tools": ["python"]},
+    }
+    stages = STAGES | {"answers": answers, "scores": STAGES["scores"] | {"episodes": {"num_samples": 2}}}
+    (folder / "recipe.yaml").write_text(json.dumps({"name": "held", "stages": stages}))
+    with pytest.raises(RecipeError, match=r"search: names a file outside the recipe's folder"):
+        check(folder, override)
+    check(folder, "stages.answers.environment.tools=[calculator, {search: inside/texts}]")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
         "stages.execution.data.split=/no_think",
         "stages.execution.data.evaluation_split=../held",
         "stages.execution.adapter.target_modules=/proj.py",
