@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,8 @@ from stages.kinds.curate.spool import SourcePlace, digest_of, spool_line
 from stages.kinds.curate.words import Hashes
 from stages.remote.pointers import size_bytes
 
-BATCH_ROWS = 64
+BATCH_ROWS, BATCH_CHARACTERS = 64, 4 << 20
+"""Number of rows, or of their characters, with which a batch is full: a queue of long rows would fill the memory."""
 BYTES_PER_PROCESS = 8 << 20
 """Smallest number of bytes of rows for which a further process is started, since starting takes seconds."""
 
@@ -141,7 +141,7 @@ def _batches(config: CurateConfig, context: StageContext, num_known: int) -> Ite
         num_all = sum(map(num_places, files))
         reader = AnyRowReader(MediaFolder.of(folder, files))
         rows = enumerate(read_rows(folder, files))
-        while batch := list(islice(rows, BATCH_ROWS)):
+        while batch := _next_batch(rows):
             if not reader.form:
                 reader = copy.deepcopy(reader)  # the batch before may still be on its way with what was known then
                 _learn_format(reader, (row for _, row in batch))
@@ -151,6 +151,16 @@ def _batches(config: CurateConfig, context: StageContext, num_known: int) -> Ite
                 yield RowBatch(name, remaining[0][0], num_all, [row for _, row in remaining], reader)
             else:
                 context.progress(batch[0][0], num_all, "rows", f"reading {name}")
+
+
+def _next_batch(rows: Iterator[tuple[int, Row | BadRow]]) -> list[tuple[int, Row | BadRow]]:
+    batch, num_characters = [], 0
+    for number, row in rows:
+        batch.append((number, row))
+        num_characters += len(repr(row))
+        if len(batch) >= BATCH_ROWS or num_characters >= BATCH_CHARACTERS:
+            break
+    return batch
 
 
 def _learn_format(reader: AnyRowReader, rows: Iterable[Row | BadRow]) -> None:

@@ -84,6 +84,16 @@ def test_it_goes_on_where_it_was(tmp_path, datasets, monkeypatch, moment):
     assert ("continuing after" in events) == (moment > KEEP_EVERY // 10 + 1)
 
 
+def test_a_batch_of_long_rows_is_small(tmp_path):
+    (tmp_path / "long" / "data").mkdir(parents=True)
+    rows = [json.dumps({"text": "x" * length}) for length in [10] * 100 + [3 << 20] * 5]
+    (tmp_path / "long" / "data" / "train.jsonl").write_text("\n".join(rows))
+    config = CurateConfig.model_validate({"kind": "curate", "datasets": ["long"], "exact_duplicates": True})
+    context = StageContext(tmp_path, "curated", "0" * 12, {"long": tmp_path / "long"}, {}, tmp_path / "cache")
+    batches = list(judging._batches(config, context, 0))
+    assert [(batch.number, len(batch.rows)) for batch in batches] == [(0, 64), (64, 38), (102, 2), (104, 1)]
+
+
 @pytest.mark.parametrize(("processes", "interrupted"), [(2, True), (4, False)])
 def test_several_processes_write_the_bytes_of_one(tmp_path, datasets, monkeypatch, processes, interrupted):
     whole = curated(tmp_path / "one", datasets)
