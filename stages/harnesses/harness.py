@@ -9,6 +9,7 @@ be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness
   `target_hash` of what was asked, and the sample's value of each metric.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,15 @@ from stages.core.fields import StrictModel
 from stages.models.media import MediaKind
 from stages.rewards.judge import RatingConfig
 from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.environments.environment import ENVIRONMENT
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.serving.config import StopTexts
 from stages.serving.served_models import ServedModel
+
+TAKEN = re.compile(
+    "doc_id|filter|resps|ends|doc|question|target|media|(doc|prompt|target)_hash|pass_at_[0-9]+|" + ENVIRONMENT
+)
+"""Pattern of the columns that samples of episodes have besides the rewards."""
 
 
 class GenerationConfig(StrictModel):
@@ -58,13 +65,15 @@ class EpisodesConfig(StrictModel):
     @property
     def metrics(self) -> list[str]:
         """Names of the scores: rewards, the environment's own first, and pass@k."""
-        own = ["environment"] if self.environment.GIVES_REWARDS else []
+        own = [ENVIRONMENT] if self.environment.GIVES_REWARDS else []
         return [*own, *self.rewards, *self.passes]
 
     @model_validator(mode="after")
     def _is_rewarded(self) -> Self:
         if not self.rewards and not self.environment.GIVES_REWARDS:
             raise ValueError("`rewards` is empty, and this environment gives none; name at least one")
+        if taken := next(filter(TAKEN.fullmatch, self.rewards), None):
+            raise ValueError(f"`rewards.{taken}` has the name of another column of the samples; choose another")
         return self
 
 
@@ -161,11 +170,11 @@ class Harness(Protocol):
         doing: gets a description of what takes long. Raises EvaluationError, ResourceError.
         """
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         """Check the tasks for every mistake that shows without a server; return what could not be checked, if anything.
 
         evaluation: with `apply_chat_template` if the model will be asked so. model: its folder, or one with the same
-        tokenizer; None if not known yet. Raises as `prepare` does.
+        tokenizer; None if not known yet. base: that of an adapter's base. Raises as `prepare` does.
         """
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:

@@ -74,7 +74,7 @@ class QuestionSetHarness(Harness, Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         self.prepare(evaluation, cache)
         return None
 

@@ -84,18 +84,18 @@ class Sandbox:
         # The child repeats it when all tests pass, so code that ends early or prints does not pass. Code that searches
         # its own process for the word could: tests in one process with what they test cannot prevent that.
         word = secrets.token_hex()
-        ended, answer = self._run({"code": code, "tests": tests, "word": word}, ANSWER_BYTES)
-        return ended and answer == word, answer
+        problem, answer = self._run({"code": code, "tests": tests, "word": word}, ANSWER_BYTES)
+        return not problem and answer == word, answer
 
-    def output(self, code: str, most_bytes: int) -> tuple[bool, str]:
-        """Run code; return whether it ended by itself within its limits, and what it printed, also as errors.
+    def output(self, code: str, most_bytes: int) -> tuple[str | None, str]:
+        """Run code; return how its process failed, None if it did not, and what it printed, also as errors.
 
         most_bytes: of the output; code that prints more is ended.
         """
         return self._run({"code": code}, most_bytes)
 
-    def _run(self, question: dict[str, Any], most_bytes: int) -> tuple[bool, str]:
-        """Ask the confined process; return whether it ended within its limits, and its answer, cut to `most_bytes`."""
+    def _run(self, question: dict[str, Any], most_bytes: int) -> tuple[str | None, str]:
+        """Ask the confined process; return how it failed, if it did, and its answer, cut to `most_bytes`."""
         limits = {
             "cpu_s": math.ceil(self.timeout_s),
             "memory_bytes": int(self.memory_gib * GIB),
@@ -116,7 +116,12 @@ class Sandbox:
                     ended = self._await_end(process, Path(folder), answer, most_bytes)
                 finally:
                     process.kill()
-        return ended, answer[:most_bytes].decode(errors="replace")
+        problem = None
+        if not ended:
+            problem = f"the code took over {self.timeout_s:g} s, or printed or wrote too much, and was ended"
+        elif process.returncode:
+            problem = f"the code's process ended with exit code {process.returncode}"
+        return problem, answer[:most_bytes].decode(errors="replace")
 
     def _await_end(self, process: subprocess.Popen[bytes], folder: Path, answer: bytearray, most_bytes: int) -> bool:
         """Read a process's answer; return whether it ended by itself, within its limits of time, disk and output."""

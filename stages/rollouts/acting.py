@@ -10,21 +10,19 @@ from typing import Any, Literal
 
 from stages.core.fields import StrictModel
 from stages.data.config import DEFAULT_DATE
-from stages.data.messages import Message
+from stages.data.messages import Message, RowError, ordered, parse_messages
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.model_folder import end_tokens
 from stages.models.recorded import noted_date
 from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import Answer, PromptSample, Request, Sample, ask_all, read_kept, request_seed, seed_of
-from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.environment import ENVIRONMENT, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnReader, TurnRequest
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.served_models import ServedModel
 
 EPISODES_FILE = "episodes.parquet"
-ENVIRONMENT = "environment"
-"""Name of the reward that an environment gives itself."""
 SERVER = "the server that samples"
 PLAYED_TOGETHER = 4
 """Number of episodes that are played together, for each request that is sent concurrently."""
@@ -65,9 +63,19 @@ class PlayedEpisode(Sample):
         return self.transcript
 
     @property
+    def bound(self) -> str:
+        return {"turns": "max_turns", "seconds": "max_episode_s"}.get(self.end, super().bound)
+
+    @property
     def flaw(self) -> str | None:
+        if self.truncated:
+            return super().flaw
         if self.metrics["malformed_calls"] or self.metrics["failed_calls"]:
             return "a call of it failed"
+        try:
+            ordered(parse_messages([*self.asked, *self.answer], "messages"))
+        except RowError as error:
+            return f"training refuses it: it {error}"
         return None
 
     @classmethod
@@ -106,11 +114,16 @@ class ServedTurn:
     truncated: bool
 
 
-def turn_reader(folder: Path, environment: EnvironmentConfig, prompts: Sequence[RenderedPrompt]) -> TurnReader:
-    """Return the reader of a model's turns. Raises DataError if its chat template is unfit for the environment."""
-    date = noted_date(folder) or DEFAULT_DATE
-    tokenizer = DocumentTokenizer(folder, None, "assistant", template_date=date)
-    return TurnReader.proved(tokenizer, end_tokens(folder), environment, prompts[0].episode(0).prompt)
+def turn_reader(
+    tokenizer_folder: Path, model_folder: Path, environment: EnvironmentConfig, prompts: Sequence[RenderedPrompt]
+) -> TurnReader:
+    """Return the reader of a model's turns. Raises DataError if its chat template is unfit for the environment.
+
+    tokenizer_folder: of the model or adapter that is asked. model_folder: of an adapter's base, else the same.
+    """
+    date = noted_date(tokenizer_folder) or DEFAULT_DATE
+    tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant", template_date=date)
+    return TurnReader.proved(tokenizer, end_tokens(model_folder), environment, prompts[0].episode(0).prompt)
 
 
 def play_all(
@@ -130,7 +143,7 @@ def play_all(
     """
     for warning in environment.warnings():
         warn(warning)
-    reader = turn_reader(served.folder, environment, prompts)
+    reader = turn_reader(served.asked_folder, served.folder, environment, prompts)
     played = {(one.prompt, one.sample): one for one in read_kept(kept, PlayedEpisode)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
     missing = [job for job in jobs if job not in played]

@@ -197,9 +197,14 @@ class Sample(StrictModel):
         return self.text
 
     @property
+    def bound(self) -> str:
+        """Field of the bound at which it was cut off, if it was."""
+        return "max_tokens"
+
+    @property
     def flaw(self) -> str | None:
         """Reason why it should not be learned from; None without one."""
-        return None
+        return f"it was cut off at {self.bound}" if self.truncated else None
 
 
 Kept = TypeVar("Kept", bound=Sample)

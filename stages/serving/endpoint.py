@@ -54,6 +54,7 @@ class Endpoint:
             engine.capabilities.token_prompts,
             self.spec.max_images,
             self.reached,
+            self.asked_folder,
         )
 
     def _compare(self, context_tokens: int) -> None:

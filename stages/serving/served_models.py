@@ -81,10 +81,11 @@ def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path])
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model on a running server, with its client, context length and tokenizer folder, for a stage that queries it.
+    """Model on a running server, with its client, context length and folder, for a stage that queries it.
 
     context_tokens: of prompt and answer together. takes_tokens: whether prompts may be token ids. max_images: in one
     request. reached: the engine itself, for prompts of token ids and pictures; None where only its proxy is reached.
+    asked: folder of the model or of the adapter on it that is asked; None: the model.
     """
 
     client: Client
@@ -94,6 +95,12 @@ class ServedModel:
     takes_tokens: bool = True
     max_images: int = 0
     reached: ReachedEngine | None = None
+    asked: Path | None = None
+
+    @property
+    def asked_folder(self) -> Path:
+        """Folder of the model or adapter that is asked, with the chat template that it was trained with."""
+        return self.asked or self.folder
 
 
 class AskExecution(ServeExecution):

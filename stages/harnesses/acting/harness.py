@@ -8,9 +8,10 @@ from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import QuestionSetHarness, read_questions
+from stages.rollouts.environments.environment import unfit_options
 from stages.serving.served_models import ServedModel
 
-VERSION = "1"
+VERSION = "2"  # seeds that no other stage has; a budget of bytes and of calls for each turn
 """Version of the harness; raise it when the same questions and turns of the model would give other scores."""
 
 
@@ -38,7 +39,10 @@ class ActingHarness(QuestionSetHarness):
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         if evaluation.episodes is None:
             yield "episodes: is missing; say with `harness: environment` in what the model acts, and what judges it"
-        elif evaluation.episodes.num_samples > 1 and evaluation.generation.temperature == 0:
+            return
+        for option, why in unfit_options(evaluation.generation.stop, None):
+            yield f"generation.{option}: {why}"
+        if evaluation.episodes.num_samples > 1 and evaluation.generation.temperature == 0:
             yield (
                 f"generation.temperature: is 0, so that {evaluation.episodes.num_samples} episodes of a question would "
                 "be the same; raise it, or say `episodes.num_samples: 1`"
@@ -61,12 +65,12 @@ class ActingHarness(QuestionSetHarness):
             if not list(read_questions(evaluation, task)):  # checks every question
                 raise EvaluationError(f"the task {task} has no questions")
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         from stages.harnesses.acting.playing import check_template
 
         self.prepare(evaluation, cache)
         if model:
-            check_template(evaluation, model)
+            check_template(evaluation, model, base or model)
         return None
 
     def evaluate(
@@ -74,4 +78,4 @@ class ActingHarness(QuestionSetHarness):
     ) -> Results:
         from stages.harnesses.acting.playing import played
 
-        return played(evaluation, context, await_model())
+        return played(evaluation, context, await_model(), VERSION)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.fields import OutsideInput, marked_values, without
@@ -26,25 +28,29 @@ from stages.rollouts.acting import (
     turn_reader,
     write_episodes,
 )
+from stages.rollouts.asking import request_seed
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.served_models import ServedModel
 
 
-def check_template(evaluation: Evaluation, model: Path) -> None:
-    """Raise EvaluationError if a model's chat template is unfit for the environment, or questions for the rewards."""
+def check_template(evaluation: Evaluation, model: Path, base: Path) -> None:
+    """Raise EvaluationError if a model's chat template is unfit for the environment, or questions for the rewards.
+
+    base: folder of an adapter's base model, else the model's.
+    """
     try:
         for task in evaluation.tasks:
-            turn_reader(model, _episodes(evaluation).environment, _prompts(evaluation, task, model))
+            turn_reader(model, base, _episodes(evaluation).environment, _prompts(evaluation, task, model))
     except DataError as error:
         raise EvaluationError(str(error)) from error
 
 
-def played(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
+def played(evaluation: Evaluation, context: StageContext, model: ServedModel, version: str) -> Results:
     """Let the served model act on all questions, judge its episodes, and return scores and samples.
 
-    Raises EvaluationError for bad questions, an environment that fails, or rewards that cannot judge; ServerError and
-    TransientError.
+    version: of the harness. Raises EvaluationError for bad questions, an environment that fails, or rewards that cannot
+    judge; ServerError and TransientError.
     """
     config = _episodes(evaluation)
     samples: dict[str, list[dict[str, Any]]] = {}
@@ -53,7 +59,7 @@ def played(evaluation: Evaluation, context: StageContext, model: ServedModel) ->
     try:
         with judging(config.rewards, rewards) as judge:
             for task in evaluation.tasks:
-                prompts = _prompts(evaluation, task, model.folder)
+                prompts = _prompts(evaluation, task, model.asked_folder)
                 episodes = _played(task, prompts, evaluation, context, model)
                 named = [
                     (f"episode {one.sample} of the question in {prompts[one.prompt].place}", completion)
@@ -67,7 +73,8 @@ def played(evaluation: Evaluation, context: StageContext, model: ServedModel) ->
     except DataError as error:
         raise EvaluationError(str(error)) from error
     metrics = {**episode_metrics(together), NUM_CUT: float(sum(one.end == "tokens" for one in together))}
-    return Results(_scores(evaluation, samples), samples, metrics)
+    contents = {field: content for field, content in context.outside.items() if field.startswith("episodes.")}
+    return Results(_scores(evaluation, samples, [version, contents]), samples, metrics)
 
 
 def _episodes(evaluation: Evaluation) -> EpisodesConfig:
@@ -106,7 +113,7 @@ def _played(
         temperature=generation.temperature,
         top_p=1.0,
         stop=generation.stop,
-        seed=evaluation.seed or 0,
+        seed=_seed(evaluation, task),
         concurrent_requests=evaluation.concurrent_requests,
     )
     kept = context.scratch / f"episodes-{context.version}-{hashlib.sha256(task.encode()).hexdigest()[:12]}.jsonl"
@@ -115,6 +122,12 @@ def _played(
         context.progress(num_done, num_all, "episodes", f"acting on {task}")
 
     return play_all(model, prompts, config.environment, options, kept, report, context.warn)
+
+
+def _seed(evaluation: Evaluation, task: str) -> int:
+    """Return the seed of a task's episodes, which no other task and no stage that generates or trains has."""
+    purpose = hashlib.sha256(f"evaluate {task}".encode()).digest()
+    return request_seed(evaluation.seed or 0, int.from_bytes(purpose[:8], "big"))
 
 
 def _rows(
@@ -150,12 +163,17 @@ def pass_at(k: int, num_samples: int, num_solved: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return means over questions in the harnesses' schema; `versions` names what pairs of evaluations must share."""
+def _scores(
+    evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]], shared: Sequence[JsonValue]
+) -> dict[str, Any]:
+    """Return means over questions in the harnesses' schema; `versions` names what pairs of evaluations must share.
+
+    shared: what they must share besides settings and seed, such as the contents of an author's file.
+    """
     config = _episodes(evaluation)
-    outside = {path for path, _ in marked_values(config, OutsideInput)}
-    asked = without(config.model_dump(mode="json"), outside)
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    asked = without(config.model_dump(mode="json"), {path for path, _ in marked_values(config, OutsideInput)})
+    settings = json.dumps([asked, evaluation.seed, *shared], sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
     generation = evaluation.generation.model_dump(mode="json")
     return {
         "results": {task: _means(rows, config.metrics) for task, rows in samples.items()},

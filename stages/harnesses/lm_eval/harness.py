@@ -73,7 +73,7 @@ class LmEval:
         if selection.offline:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         selection = _selection(evaluation)
         os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))  # `datasets` reads it at its import
         from stages.harnesses.lm_eval.rehearsal import rehearse

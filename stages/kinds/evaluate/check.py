@@ -12,6 +12,8 @@ from stages.harnesses.registry import harness_of
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.facts import ModelFacts
 from stages.models.recorded import has_chat_template, is_asked_as_chat
+from stages.rewards.judging import opening_problems
+from stages.rewards.reward import RewardContext
 from stages.serving.config import ServingConfig, limit_problems
 from stages.serving.engine import limits_of
 
@@ -19,6 +21,13 @@ from stages.serving.engine import limits_of
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
     """Yield an evaluate stage's errors by dotted config field; a text names what could not be checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
+    if config.episodes:
+        context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
+        found = opening_problems(config.episodes.rewards, context)
+        yield from ((f"episodes.rewards.{name}", error) for name, error in found)
+        if broken := list(config.episodes.environment.opening_problems()):
+            yield from (("episodes.environment", error) for error in broken)
+            return  # its tools are part of the prompts
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
     try:
@@ -48,7 +57,7 @@ def _tasks(
     if limits:
         evaluation = replace(evaluation, max_images=limits.most, media_kinds=limits.kinds)
     try:
-        unseen = harness_of(evaluation).check(evaluation, stage_input.cache, model)
+        unseen = harness_of(evaluation).check(evaluation, stage_input.cache, model, base if base.is_dir() else None)
         yield from [("tasks", unseen)] if unseen else []
     except LifecycleError as error:
         yield "tasks", error

@@ -17,6 +17,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     config = GenerateConfig.model_validate(stage_input.config)
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))
+    if config.environment and (broken := list(config.environment.opening_problems())):
+        yield from (("environment", error) for error in broken)
+        return  # its tools are part of the prompts
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
     base = stage_input.inputs[config.base] / "model" if config.base else None
@@ -25,8 +28,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
             data = stage_input.inputs[config.prompts.dataset] / "data"
             media = media_of(data, config.prompts.split, base or folder)
             prompts = read_prompts(data, config.prompt_options, folder, media, base)
-            if config.environment:
-                turn_reader(folder, config.environment, prompts)  # refuses a chat template that it does not suit
+            if config.environment:  # refuses a chat template that it does not suit
+                turn_reader(folder, base or folder, config.environment, prompts)
             if isinstance(config.keep, Solved) and any(one.pictures for one in prompts):
                 reason = "keeps rows of text alone, and these have pictures; name another `keep`"
                 yield "keep", DataError(f"`keep: {{solved: …}}` {reason}")

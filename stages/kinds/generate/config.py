@@ -9,6 +9,7 @@ from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import AddedLater, SplitName, StrictModel
 from stages.data.files import Portion
 from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.environments.environment import unfit_options
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.config import StopTexts
@@ -164,6 +165,13 @@ class GenerateConfig(AskedModelConfig):
                     f"`keep.solved: [{least}, {most}]` counts right ones among `num_samples: {self.num_samples}`; "
                     f"expected two rising numbers up to {self.num_samples}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _is_fit_for_episodes(self) -> Self:
+        if self.environment:
+            for option, why in unfit_options(self.stop, self.apply_chat_template, self.rewards):
+                raise ValueError(f"`{option}` {why}")
         return self
 
     @model_validator(mode="after")

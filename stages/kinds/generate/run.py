@@ -206,7 +206,8 @@ def _metrics(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: 
         "truncated_share": statistics.fmean(candidate.sample.truncated for candidate in candidates),
     }
     if metrics["truncated_share"] == 1:
-        context.warn(f"every completion was cut off at max_tokens {config.max_tokens}; raise it")
+        bounds = " and ".join(sorted({candidate.sample.bound for candidate in candidates}))
+        context.warn(f"every completion was cut off at {bounds}; raise it")
     names = list(candidates[0].judgement.rewards)
     if not names:
         return metrics

@@ -86,9 +86,7 @@ def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
     first: dict[str, int] = {}
     for candidate in candidates:
         text, number = candidate.sample.whole, candidate.sample.sample
-        if candidate.sample.truncated:
-            yield number, "it was cut off at max_tokens"
-        elif candidate.sample.flaw:
+        if candidate.sample.flaw:
             yield number, candidate.sample.flaw
         elif not text.strip():
             yield number, "it is empty"

@@ -118,6 +118,9 @@ def rollout_problems(
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     found = opening_problems(options.rewards, context)
     yield from ((f"{config.method}.rewards.{name}", error) for name, error in found)
+    if options.environment and (broken := list(options.environment.opening_problems())):
+        yield from ((f"{config.method}.environment", error) for error in broken)
+        return  # its tools are part of the prompts
     data = config.data_from(stage_input.inputs[config.model])
     try:
         folder = stage_input.inputs[data.dataset_stage] / "data"

@@ -23,6 +23,7 @@ from stages.parallel.engines.rules import Features
 from stages.parallel.layout import AutoLayout
 from stages.parallel.legality import adapter_errors, feature_errors, refusals
 from stages.planner.hardware import named_like
+from stages.rollouts.environments.environment import unfit_options
 from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
 from stages.serving.served_models import NOT_PUT_ON_A_BASE
@@ -194,10 +195,9 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
     environment = options.environment
     if not options.rewards and not (environment and environment.GIVES_REWARDS):
         yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
-    if environment and options.stop:
-        yield f"`{block}.stop` would end a turn where nothing can follow it in an episode; remove it"
-    if environment and options.apply_chat_template is False:
-        yield f"`{block}.apply_chat_template: false` leaves no turns, which `{block}.environment` needs; remove it"
+    if environment:
+        for option, why in unfit_options(options.stop, options.apply_chat_template, options.rewards):
+            yield f"`{block}.{option}` {why}"
     if config.global_batch_size * options.steps_per_generation % options.num_generations:
         yield (
             f"global_batch_size {config.global_batch_size} × {block}.steps_per_generation "

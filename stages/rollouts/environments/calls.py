@@ -11,38 +11,46 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stages.core.errors import DataError
+from stages.data.json_values import flaw_of
 from stages.data.messages import Tool
 from stages.models.call_formats import call_format
 from stages.rollouts.environments.environment import Action, Call
 
-Parse = Callable[[str], tuple[Call, ...]]
-"""Function from an answer to its calls. Raises ValueError with the reason where it has what looks like a call."""
+Parse = Callable[[str], tuple[str, tuple[Call, ...]]]
+"""Function from an answer to the text before its first call, and its calls.
+
+Raises ValueError with the reason where it has what looks like a call."""
 ParserOfTools = Callable[[Sequence[Tool], frozenset[str]], Parse]
 """Function that returns the parser of answers to prompts with these tools, given the tokenizer's special tokens."""
 BEGIN, END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+MOST_CALLS = 32
+"""Largest number of calls in a turn."""
 
 
-def parse_hermes(text: str) -> tuple[Call, ...]:
+def parse_hermes(text: str) -> tuple[str, tuple[Call, ...]]:
     """Return the calls between `<tool_call>` and `</tool_call>`, or the text's end, each an object of JSON."""
+    before = text.partition(BEGIN)[0]
     calls: list[Call] = []
     while BEGIN in text:
         inner, _, text = text.partition(BEGIN)[2].partition(END)
         calls.append(_call(_json(inner), ("arguments",)))
-    return tuple(calls)
+    return before, tuple(calls)
 
 
-def parse_llama3_json(text: str) -> tuple[Call, ...]:
+def parse_llama3_json(text: str) -> tuple[str, tuple[Call, ...]]:
     """Return the calls that an answer of Llama 3 has: every object of JSON in it, whatever stands between them.
 
     Braces of a sentence, such as those of a formula, are text, as vLLM takes them; an answer that begins with one is a
     call.
     """
+    before = text.partition("{")[0].rstrip().removesuffix(PYTHON_TAG)
     try:
-        return _calls_in(text)
+        return before, _calls_in(text)
     except ValueError:
-        if re.match(r"\s*(<\|python_tag\|>)?\s*\{", text):
+        if not before.strip():
             raise
-        return ()
+        return text, ()
 
 
 def _calls_in(text: str) -> tuple[Call, ...]:
@@ -103,12 +111,12 @@ def qwen3_coder(tools: Sequence[Tool], special: frozenset[str]) -> Parse:
     left_out = special.difference(MARKUP)
     markup = re.compile("|".join(map(re.escape, sorted({*MARKUP, *left_out}, key=len, reverse=True))))
 
-    def parse(text: str) -> tuple[Call, ...]:
+    def parse(text: str) -> tuple[str, tuple[Call, ...]]:
         spans = list(_spans(text, markup, left_out))
         calls = tuple(_xml_call(name.strip(), body, schemas) for name, body in spans if name.strip())
         if spans and not calls:
             raise ValueError(f"the call has no {FUNCTION}NAME>")
-        return calls
+        return min((text.partition(start)[0] for start in STARTS), key=len), calls
 
     return parse
 
@@ -266,6 +274,21 @@ def action(text: str, parse: Parse | None) -> Action:
     if parse is None:
         return Action(text)
     try:
-        return Action(text, parse(text))
+        before, calls = parse(text)
+        _check(calls)
     except ValueError as error:
         return Action(text, malformed=str(error))
+    return Action(text, calls, before=before)
+
+
+def _check(calls: tuple[Call, ...]) -> None:
+    """Raise ValueError for more calls than a turn may have, and for one that cannot be kept as a dataset's row.
+
+    vLLM's parsers take half of a character, NaN and any depth, which cannot be written as JSON and read again.
+    """
+    if len(calls) > MOST_CALLS:
+        raise ValueError(f"the turn has {len(calls)} calls; expected at most {MOST_CALLS}")
+    for call in calls:
+        if flaw := flaw_of(vars(call)):
+            raise ValueError(f"the call {flaw.partition(';')[0]}")
+        json.dumps(call.arguments, allow_nan=False)

@@ -3,20 +3,20 @@
 A new environment is a module here and a line in `registry.py`.
 """
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveInt
 
+from stages.core.errors import LifecycleError
 from stages.core.fields import Seconds, StrictModel
 from stages.data.messages import Message, Tool, make_message
 
-BEFORE_CALL = re.compile(r"<tool_call>|<function=|<\|python_tag\|>|\{")
-"""Pattern of the texts with which calls begin."""
+ENVIRONMENT = "environment"
+"""Name of the reward that an environment gives itself."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Action:
     """Turn of the model, as an environment sees it.
 
     text: without the end token. calls: those that were read from it. malformed: the reason why what looks like a call
-    could not be read; None where all could.
+    could not be read; None where all could. before: text before the first call.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
     malformed: str | None = None
+    before: str = ""
 
     @property
     def message(self) -> Message:
@@ -47,7 +48,7 @@ class Action:
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
         ]
-        return {**make_message("assistant", BEFORE_CALL.split(self.text, maxsplit=1)[0].strip()), "tool_calls": calls}
+        return {**make_message("assistant", self.before.strip()), "tool_calls": calls}
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,14 @@ class EnvironmentConfig(StrictModel, ABC):
         Raises a LifecycleError for something missing.
         """
 
+    def opening_problems(self) -> Iterator[LifecycleError]:
+        """Open the environment once; yield the error of one that cannot work, such as with a missing folder."""
+        try:
+            with self.opened():
+                pass
+        except LifecycleError as error:
+            yield error
+
     def warnings(self) -> Iterator[str]:
         """Yield what people should know of this machine before the environment runs on it."""
         return iter(())
@@ -131,6 +140,18 @@ class EnvironmentConfig(StrictModel, ABC):
     def custom_code(self) -> str | None:
         """Return the name of the recipe's code that the environment runs; None without code."""
         return None
+
+
+def unfit_options(
+    stop: Sequence[str], apply_chat_template: bool | None, rewards: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield the options that no episode can have, as recipes name them, each with what to do. rewards: their names."""
+    if stop:
+        yield "stop", "would end a turn where nothing can follow it in an episode; remove it"
+    if apply_chat_template is False:
+        yield "apply_chat_template: false", "leaves no turns, which episodes in an environment need; remove it"
+    if ENVIRONMENT in rewards:
+        yield f"rewards.{ENVIRONMENT}", "has the name of the environment's own reward; choose another"
 
 
 def tool_message(content: str) -> Message:

@@ -218,7 +218,7 @@ class Episodes:
     def _with_observation(self, start: EpisodeStart, text: str) -> EpisodeStart:
         """Return a beginning whose question ends with what the environment shows first; DataError without room."""
         *before, question = start.prompt.messages
-        observation = self._bounded(make_message(question["role"], text))["content"]
+        observation = _bounded(make_message(question["role"], text), self.config.max_answer_bytes)["content"]
         shown = make_message(question["role"], f"{question['content']}\n\n{observation}")
         prompt = replace(start.prompt, messages=[*before, shown])
         _, token_ids = self.reader.tokenizer.encode_prompt(prompt)
@@ -261,7 +261,11 @@ class Episodes:
 
     def _answer(self, episode: Episode, messages: Sequence[Message]) -> None:
         """Append the environment's messages, unless they leave no room for a token of the model."""
-        cut = [self._bounded(message) for message in messages]
+        cut: list[Message] = []
+        left = self.config.max_answer_bytes  # of the whole turn
+        for message in messages:
+            cut.append(_bounded(message, left))
+            left = max(0, left - len(str(message["content"]).encode("utf-8", "replace")))
         episode.num_cut += cut != list(messages)
         try:
             between = episode.continuation.append(cut, self.reader.ends)
@@ -276,16 +280,17 @@ class Episodes:
 
     def _told(self, episode: Episode, role: str, problem: str) -> list[int]:
         """Return the tokens of one message that says why the template cannot show the answers to a turn."""
-        message = self._bounded(make_message(role, f"error: the chat template {problem}; nothing was answered"))
+        text = f"error: the chat template {problem}; nothing was answered"
+        message = _bounded(make_message(role, text), self.config.max_answer_bytes)
         try:
             return episode.continuation.append([message], self.reader.ends)
         except RowError as error:
             raise DataError(f"{self.reader.tokenizer.template.name} cannot continue an episode: it {error}") from error
 
-    def _bounded(self, message: Message) -> Message:
-        """Return a message whose text has at most `max_answer_bytes`, with a note where it was cut off."""
-        content = str(message["content"]).encode("utf-8", "replace")
-        most = self.config.max_answer_bytes
-        if len(content) <= most:
-            return {**message, "content": content.decode()}
-        return {**message, "content": content[:most].decode(errors="ignore") + CUT}
+
+def _bounded(message: Message, most_bytes: int) -> Message:
+    """Return a message whose text has at most this many bytes, with a note where it was cut off."""
+    content = str(message["content"]).encode("utf-8", "replace")
+    if len(content) <= most_bytes:
+        return {**message, "content": content.decode()}
+    return {**message, "content": content[:most_bytes].decode(errors="ignore") + CUT}

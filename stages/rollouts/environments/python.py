@@ -64,6 +64,7 @@ class PythonEnvironment(EnvironmentConfig):
     def opened(self) -> Iterator[MakeEnvironment]:
         numbers = itertools.count()
         with self._program() as program:
+            self._ask(program, {"tools": True})  # imports the file
 
             def ask(question: dict[str, Any]) -> Any:
                 return self._ask(program, question)

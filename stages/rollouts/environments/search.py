@@ -57,7 +57,7 @@ class Passages:
     def scores(self, query: str) -> dict[int, float]:
         """Return the score of each passage that shares words with the query, by its number."""
         scores: dict[int, float] = defaultdict(float)
-        for word in set(_words(query)):
+        for word in sorted(set(_words(query))):  # floats are added in one order
             found = self._postings.get(word, [])
             idf = math.log(1 + (len(self.texts) - len(found) + 0.5) / (len(found) + 0.5))
             for number, count in found:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from stages.core.contract import OutsidePath
 from stages.core.fields import AddedLater, Seconds, StrictModel
@@ -64,6 +64,13 @@ class ToolsEnvironment(EnvironmentConfig):
         1.0, ge=0.125, le=1024, description="Limit on the address space of a run of the model's code, in GiB."
     )
 
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [tool["function"]["name"] for tool in self.definitions]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"`tools` has {twice} twice, and a call says the name alone; remove one")
+        return self
+
     @property
     def num_threads(self) -> int:
         return len(os.sched_getaffinity(0)) if "python" in self.tools else 1
@@ -96,10 +103,9 @@ class ToolsEnvironment(EnvironmentConfig):
         return Sandbox(self.code_timeout_s, self.code_memory_gib)
 
     def _run_code(self, code: str) -> str:
-        ended, output = self._sandbox.output(code, self.max_answer_bytes)
-        if not ended:
-            reason = f"the code took over {self.code_timeout_s:g} s, or printed or wrote too much, and was ended"
-            raise ValueError("\n".join(filter(None, [reason, output])))
+        problem, output = self._sandbox.output(code, self.max_answer_bytes)
+        if problem:
+            raise ValueError("\n".join(filter(None, [problem, output])))
         return output
 
 

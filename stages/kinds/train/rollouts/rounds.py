@@ -23,6 +23,7 @@ from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import PICTURES, Answer, Request, request_seed
+from stages.rollouts.environments.environment import ENVIRONMENT
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
@@ -199,8 +200,6 @@ def deviation(values: Sequence[float]) -> float:
     return float(np.std(values))
 
 
-ENVIRONMENT = "environment"
-"""Name of the reward that an environment gives itself."""
 SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -6,6 +6,7 @@ The server is a script of a model that calls the calculator or guesses, as the s
 import itertools
 import json
 import re
+import shutil
 import statistics
 import threading
 from collections.abc import Iterator
@@ -19,16 +20,17 @@ from pyarrow import parquet
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from stages.core.contract import StageContext
+from stages.core.contract import StageContext, StageInput
 from stages.core.errors import EvaluationError
 from stages.data.any_rows import Prompt
 from stages.data.files import Portion
 from stages.data.formats import RowReader
 from stages.data.messages import Conversation
 from stages.harnesses.acting.playing import pass_at
-from stages.harnesses.harness import Results
+from stages.harnesses.harness import GenerationConfig, Results
 from stages.harnesses.registry import harness_of
 from stages.hubs.builtin import qwen3_tools
+from stages.kinds.evaluate.check import check
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import _write
 from stages.kinds.generate.config import GenerateConfig
@@ -36,6 +38,7 @@ from stages.kinds.generate.selection import Candidate, choose
 from stages.kinds.promote.paired import compare
 from stages.rewards.judging import Judgement
 from stages.rollouts.acting import PlayedEpisode, play_all
+from stages.rollouts.asking import seed_of
 from stages.rollouts.prompts import read_prompts
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
@@ -119,9 +122,9 @@ def config(questions: Path, temperature: float = 1.0, **episodes: Any) -> Evalua
     )
 
 
-def evaluate(read: EvaluateConfig, server: Any, work: Path) -> Results:
+def evaluate(read: EvaluateConfig, server: Any, work: Path, outside: dict[str, Any] | None = None) -> Results:
     work.mkdir(exist_ok=True)
-    context = StageContext(work, "evaluate", "0123456789ab", {}, {}, work)
+    context = StageContext(work, "evaluate", "0123456789ab", {}, {}, work, outside or {})
     results = harness_of(read.evaluation).evaluate(read.evaluation, context, lambda: server.served)
     _write(work, results)
     return results
@@ -175,11 +178,63 @@ def test_a_resumed_evaluation_asks_for_missing_episodes_only(server: Any, questi
     assert 2 <= len(server.asked) - num_asked <= 4, "two episodes, of one turn or two"
 
 
+def test_evaluations_are_paired_where_all_that_decides_them_is_equal(
+    server: Any, questions: Path, tmp_path: Path
+) -> None:
+    def settings(outside: dict[str, Any], **changed: Any) -> str:
+        read = config(questions, num_samples=1).model_copy(update=changed)
+        return str(evaluate(read, server, tmp_path / str(len(server.asked)), outside).scores["versions"]["products"])
+
+    game = {"episodes.environment.python": "a", "vllm_version": "1"}
+    assert settings(game) == settings({**game, "vllm_version": "2"})
+    others = [settings(game), settings({**game, "episodes.environment.python": "b"}), settings(game, seed=1)]
+    assert len({*others}) == 3
+
+
+def test_no_two_tasks_and_no_other_stage_have_the_seeds_of_episodes(
+    server: Any, folder: Path, questions: Path, tmp_path: Path
+) -> None:
+    (questions / "again.jsonl").write_bytes((questions / "products.jsonl").read_bytes())
+    read = config(questions).model_copy(update={"tasks": ("products", "again")})
+    evaluate(read, server, tmp_path / "work")
+    seeds = [
+        {row["seed"] for row in parquet.read_table(tmp_path / "work" / f"{task}-episodes.parquet").to_pylist()}
+        for task in read.tasks
+    ]
+    made = generate()
+    seeds.append({seed_of(made.sampling_options, *job) for job in itertools.product(range(5), range(NUM_SAMPLES))})
+    assert len(set.union(*seeds)) == sum(map(len, seeds)) == 3 * NUM_QUESTIONS * NUM_SAMPLES
+
+
+def test_an_adapter_s_turns_end_as_its_base_says(server: Any, folder: Path, questions: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folder, adapter, ignore=shutil.ignore_patterns("config.json", "generation_config.json"))
+    read = config(questions)
+    assert harness_of(read.evaluation).check(read.evaluation, questions, adapter, folder) is None
+    server.served = replace(server.served, asked=adapter)
+    assert {end for row in evaluate(read, server, tmp_path / "work").samples["products"] for end in row["ends"]} == {
+        "done"
+    }
+
+
 def test_what_cannot_be_is_refused_before_anything_is_asked(folder: Path, questions: Path) -> None:
     (problem,) = harness_of(config(questions, 0.0).evaluation).problems(config(questions, 0.0).evaluation)
     assert "generation.temperature: is 0" in problem
     with pytest.raises(ValidationError, match="this environment gives none"):
         config(questions, rewards={})
+    for name in ("filter", "pass_at_4", "environment", "doc_hash"):
+        with pytest.raises(ValidationError, match=f"`rewards.{name}` has the name of another column"):
+            config(questions, rewards={name: {"type": "exact_match"}})
+    stopped = replace(config(questions).evaluation, generation=GenerationConfig(stop=("x",), temperature=1.0))
+    (problem,) = harness_of(stopped).problems(stopped)
+    assert problem == "generation.stop: would end a turn where nothing can follow it in an episode; remove it"
+    for fields, expected in (
+        ({"stop": ["x"]}, "`stop` would end a turn"),
+        ({"apply_chat_template": False}, "`apply_chat_template: false` leaves no turns"),
+        ({"rewards": {"environment": {"type": "exact_match"}}}, "`rewards.environment` has the name of"),
+    ):
+        with pytest.raises(ValidationError, match=expected):
+            generate(**fields)
     read = config(questions).evaluation
     harness = harness_of(read)
     assert harness.check(read, questions, folder) is None
@@ -189,6 +244,14 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(folder: Path, questi
     (questions / "products.jsonl").write_text('{"prompt": "What is 1 * 1?"}\n')
     with pytest.raises(EvaluationError, match="has no right answer, which the reward right compares with"):
         harness.check(read, questions, folder)
+    missing = {"tools": [{"search": str(questions / "missing")}]}
+    own = {"own": {"type": "python", "file": str(questions / "missing.py")}}
+    unbuilt = config(questions, environment=missing, rewards=own).model_dump(mode="json")
+    inputs = {"sft": questions}
+    stage_input = StageInput(name="a", kind="evaluate", version="", config=unbuilt, inputs=inputs, cache=questions)
+    found = {field: str(error) for field, error in check(stage_input)}
+    assert set(found) == {"episodes.rewards.own", "episodes.environment"}
+    assert "has no text to search" in found["episodes.environment"]
     python = config(questions, environment={"tools": ["calculator", "python"]})
     assert python.custom_code() == ("episodes.environment: code in the model's calls, within limits",)
 
@@ -236,7 +299,8 @@ def test_an_episode_that_was_cut_or_whose_call_failed_is_not_learned(folder: Pat
             "truncated": False,
             "end": "done",
         }
-        whole = {"transcript": f"3 {number}", "reward": None, "asked": [], "segments": [], "metrics": metrics}
+        asked = [{"role": "user", "content": "1 + 2?"}]
+        whole = {"transcript": f"3 {number}", "reward": None, "asked": asked, "segments": [], "metrics": metrics}
         return PlayedEpisode.model_validate(
             {**tree, **whole, "answer": [{"role": "assistant", "content": "3"}], **fields}
         )
@@ -247,3 +311,15 @@ def test_an_episode_that_was_cut_or_whose_call_failed_is_not_learned(folder: Pat
         Prompt(Conversation([{"role": "user", "content": "1 + 2?"}]), "3", {}), candidates, generate(num_samples=3)
     )
     assert choice.outcomes == ("dropped: it was cut off at max_tokens", "dropped: a call of it failed", "kept")
+    assert episode(0, truncated=True, end="turns").flaw == "it was cut off at max_turns"
+    assert episode(0, truncated=True, end="seconds").flaw == "it was cut off at max_episode_s"
+    empty = [{"role": "assistant", "content": " "}]
+    function = {"type": "function", "function": {"name": "f", "arguments": [1]}}
+    called = [{"role": "assistant", "content": "", "tool_calls": [function]}, {"role": "tool", "content": "3"}]
+    unasked = [{"role": "assistant", "content": "3"}, {"role": "tool", "content": "4"}, *good.answer]
+    for answer, reason in (
+        (empty, "has an empty `content` in message 2"),
+        ([*called, *good.answer], "has a list as `arguments`"),
+        (unasked, "has `tool` in message 3"),
+    ):
+        assert reason in str(episode(0, answer=answer).flaw)

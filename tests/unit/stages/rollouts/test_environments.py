@@ -23,7 +23,7 @@ from stages.data.messages import Conversation, make_message, parse_tools
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
 from stages.rewards import code_program
-from stages.rollouts.environments.calls import PARSERS, parse_llama3_json
+from stages.rollouts.environments.calls import PARSERS, action, parse_llama3_json
 from stages.rollouts.environments.environment import Action, Call, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader, TurnRequest
 from stages.rollouts.environments.registry import AnyEnvironment
@@ -182,7 +182,7 @@ def read(form: str, text: str) -> list[list[Any]]:
     """Return the calls in a text as vLLM's recorded answers have them."""
     parse = PARSERS[form](call_texts.TOOLS, frozenset(["<|im_start|>", "<|im_end|>", "<|endoftext|>"]))
     try:
-        return [[one.name, one.arguments] for one in parse(text)]
+        return [[one.name, one.arguments] for one in parse(text)[1]]
     except ValueError as error:
         assert str(error), "the model reads the reason"
         return []
@@ -212,10 +212,56 @@ def test_calls_are_those_that_vllm_s_own_parsers_read_now() -> None:
 
 
 def test_braces_of_a_sentence_are_no_call_of_llama_3() -> None:
-    assert parse_llama3_json(r"The answer is $\boxed{42}$.") == ()
-    assert parse_llama3_json('{"name": "a", "parameters": {"b": 1}}') == (Call("a", {"b": 1}),)
+    assert parse_llama3_json(r"The answer is $\boxed{42}$.")[1] == ()
+    assert parse_llama3_json('{"name": "a", "parameters": {"b": 1}}') == ("", (Call("a", {"b": 1}),))
     with pytest.raises(ValueError, match="no JSON"):
         parse_llama3_json('<|python_tag|>{"name": ')
+
+
+LATEX = r"So $\frac{1}{2}$, and {x}:"
+CALLS = {
+    "hermes": '<tool_call>{"name": "a", "arguments": ARGUMENTS}</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "a", "parameters": ARGUMENTS}',
+    "qwen3_coder": "<tool_call><function=a><parameter=b>ARGUMENTS</parameter></function></tool_call>",
+}
+
+
+def acted(form: str, text: str) -> Action:
+    tools = parse_tools({"tools": [{"name": "a", "parameters": {"properties": {"b": {"type": "object"}}}}]})
+    return action(text, PARSERS[form](tools, frozenset()))
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_text_before_a_call_is_kept_whole_whatever_braces_it_has(form: str) -> None:
+    said = "Let me see:" if form == "llama3_json" else LATEX  # a brace is where a call of Llama 3 begins
+    turn = acted(form, f"{said} {CALLS[form].replace('ARGUMENTS', '{}')}")
+    assert turn.message["content"] == said and len(turn.message["tool_calls"]) == 1
+    assert acted(form, LATEX).message == make_message("assistant", LATEX)
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ('{"b": "\\ud83d"}', "half of a character"),
+        ('{"\\ud83d": 1}', "half of a character"),
+        ('{"b": NaN}', "not JSON compliant"),
+        ('{"b": 1e999}', "not JSON compliant"),
+        ('{"b": ' + "[" * 150 + "]" * 150 + "}", "nested more than 100 deep"),
+    ],
+)
+def test_a_call_that_cannot_be_written_and_read_again_is_malformed(form: str, arguments: str, problem: str) -> None:
+    turn = acted(form, CALLS[form].replace("ARGUMENTS", arguments))
+    if form == "qwen3_coder" and "JSON" in problem:  # its parser takes such a value as text
+        assert turn.calls == (Call("a", {"b": arguments}),)
+    else:
+        assert turn.malformed and problem in turn.malformed and not turn.calls
+
+
+def test_a_turn_has_a_bound_on_its_calls() -> None:
+    one = CALLS["hermes"].replace("ARGUMENTS", "{}")
+    assert len(acted("hermes", one * 32).calls) == 32
+    assert acted("hermes", one * 33).malformed == "the turn has 33 calls; expected at most 32"
 
 
 def test_special_tokens_in_a_tool_s_answer_are_text(folder: Path) -> None:
@@ -237,6 +283,10 @@ def test_an_episode_has_bounds(folder: Path) -> None:
     assert play(folder, calls, max_episode_s=1e-9)[0].metrics["out_of_seconds"] == 1
     episode, _ = play(folder, [call("2 ** 300"), "<|im_end|>"], max_answer_bytes=8)
     assert f"\n{2**300}"[:9] + " … (cut off)\n" in answers(folder, episode)[0] and episode.metrics["cut_answers"] == 1
+    three = "".join(call(one).removesuffix("<|im_end|>") for one in ("12345", "67890", "13579"))
+    episode, _ = play(folder, [f"{three}<|im_end|>", "<|im_end|>"], max_answer_bytes=8)
+    shown = re.findall(r"<tool_response>\n(.*)\n</tool_response>", answers(folder, episode)[0])
+    assert shown == ["12345", "678 … (cut off)", " … (cut off)"], "the turn has one budget"
 
 
 @pytest.mark.parametrize(
@@ -295,10 +345,14 @@ def test_code_of_the_model_runs_in_the_sandbox_and_what_it_prints_is_the_answer(
         tool_call("python", code="while True: print('x' * 1000)"),
         tool_call("python", code="import time\nprint('slow', flush=True)\ntime.sleep(60)"),
         tool_call("python", code="import sys\nprint(1)\nsys.exit(2)"),
+        tool_call("python", code="import os\nprint('so', flush=True)\nos._exit(3)"),
+        tool_call("python", code="import os\nos.abort()"),
+        tool_call("python", code="import sys\nprint('first')\nsys.stdout = sys.stderr = None\n1 / 0"),
+        tool_call("python", code="class E(Exception):\n    def __str__(self): return 1 / 0\nraise E"),
         "done<|im_end|>",
     ]
     episode, _ = play(
-        folder, turns, tools=["python"], max_turns=8, most_tokens=4000, max_answer_bytes=300, code_timeout_s=3
+        folder, turns, tools=["python"], max_turns=12, most_tokens=8000, max_answer_bytes=300, code_timeout_s=3
     )
     texts = answers(folder, episode)
     expected = (
@@ -308,14 +362,19 @@ def test_code_of_the_model_runs_in_the_sandbox_and_what_it_prints_is_the_answer(
         "xxxx",
         "slow",
         "\n1\n",
+        "error: the code's process ended with exit code 3\nso",
+        "error: the code's process ended with exit code -6",
+        "first\nZeroDivisionError: division by zero",
+        "error: the code's process ended with exit code 1\n",
     )
-    assert len(texts) == 6 and all(part in text for part, text in zip(expected, texts, strict=True))
+    assert not any("code_program" in text for text in texts)
+    assert len(texts) == 10 and all(part in text for part, text in zip(expected, texts, strict=True))
     assert (
         "printed or wrote too much" in texts[3] and texts[3].count("x") < 300 and "the code took over 3 s" in texts[4]
     )
     end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
     assert episode.segments[1].token_ids.count(end) == 1, "of the tool's turn; what the code printed is text"
-    assert (episode.end, episode.metrics["failed_calls"]) == ("done", 2.0)
+    assert (episode.end, episode.metrics["failed_calls"]) == ("done", 5.0)
 
 
 def test_runs_of_code_are_beside_each_other_and_in_order(folder: Path) -> None:
@@ -380,6 +439,8 @@ def test_a_folder_that_is_searched_is_an_outside_path_of_the_stage(folder: Path,
 def test_one_environment_is_named_by_its_field() -> None:
     with pytest.raises(ValidationError, match="expected one environment, by one of the fields tools, python"):
         TypeAdapter(AnyEnvironment).validate_python({"max_turns": 2})
+    with pytest.raises(ValidationError, match="`tools` has search twice"):
+        TypeAdapter(AnyEnvironment).validate_python({"tools": [{"search": "a"}, "calculator", {"search": "b"}]})
     with pytest.raises(ValidationError, match="calculator"):
         TypeAdapter(AnyEnvironment).validate_python({"tools": ["telephone"]})
     with pytest.raises(ValidationError, match=r"tools\.tools\.0\.search\.serch"):
@@ -467,7 +528,7 @@ def test_what_an_author_s_class_does_wrong_is_one_sentence(
     folder: Path, tmp_path: Path, step: str, problem: str
 ) -> None:
     with pytest.raises(DataError) as error:
-        own(folder, tmp_path, step, ["5<|im_end|>"], timeout_s=2)
+        own(folder, tmp_path, step, ["5<|im_end|>"], timeout_s=2, memory_gib=0.5)
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 

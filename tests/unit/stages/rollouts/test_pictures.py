@@ -20,7 +20,7 @@ from stages.data.media.folder import MediaFolder
 from stages.kinds.generate import selection
 from stages.kinds.generate.run import ScoredPrompt, _with_pictures
 from stages.kinds.train.rollouts.rounds import _completion
-from stages.rollouts.asking import ask_all
+from stages.rollouts.asking import Sample, ask_all
 from stages.rollouts.look import look_at_prompts
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import check_pictures, media_of, read_prompts
@@ -177,7 +177,10 @@ def serving_at(runtime, handler):
 
 def test_kept_rows_take_their_pictures_along(prompt, tmp_path):
     document = prompt.prompt.document
-    rows = (selection._row(document, "red"), selection._pair(document, "red", "blue"))
+    red, blue = (
+        Sample(prompt=0, sample=0, seed=0, text=text, num_tokens=1, truncated=False) for text in ("red", "blue")
+    )
+    rows = (selection._row(document, red), selection._pair(document, red, blue))
     written = _with_pictures(ScoredPrompt(prompt, [], selection.Choice(rows, ("kept",))), tmp_path)
     media = MediaFolder.of(tmp_path, ())
     kept = RowReader("auto", "examples", media=media).read(json.loads(json.dumps(written[0])))

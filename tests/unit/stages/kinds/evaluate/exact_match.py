@@ -47,7 +47,7 @@ class ExactMatch:
             if not _file(evaluation, task).is_file():
                 raise EvaluationError(f"Exact does not have a task {task!r}")
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         self.prepare(evaluation, cache)
         return None
 

@@ -159,6 +159,8 @@ def test_what_is_wrong_with_prompts_and_rewards_is_found_before_a_model_is_made(
     (artifacts / "broken.py").write_text("import nothing_like_it")
     own = {"own": {"type": "python", "file": str(artifacts / "broken.py")}}
     assert "No module named 'nothing_like_it'" in problems(artifacts, [good], rewards=own)["rewards.own"]
+    game = {"python": str(artifacts / "broken.py")}
+    assert "No module named 'nothing_like_it'" in problems(artifacts, [good], environment=game)["environment"]
 
 
 def test_its_own_server_must_listen_on_this_machine_and_hold_what_the_model_can(tmp_path: Path) -> None:
