@@ -69,7 +69,7 @@ PARTS = (
     Part(
         "families",
         "tiny models of every family of the zoo go through what the table of families shows",
-        ("zoo", VIDEOS, SOUNDS),
+        ("zoo", VIDEOS, SOUNDS, "unit/stages/serving/vllm"),
     ),
     Part(
         "harnesses",

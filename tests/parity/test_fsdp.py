@@ -126,9 +126,17 @@ def make_data(num_steps):
 @pytest.fixture(scope="module")
 def plain(models, data):
     """Provide results of plain Transformers training for each model: losses, gradient norms, the trained model."""
-    # Of this model, Transformers' own fp32 is 1.3e-5 off its fp64 in the norm of the third step's gradient.
-    dtypes = {"stateful": torch.float64}
-    return {name: train_plainly(models / name, data, dtypes.get(name, torch.float32)) for name in MODELS}
+    return {name: train_plainly(models / name, data) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def exact(models, data, plain):
+    """Provide the same of training in fp64 for the model with states.
+
+    Of it, Transformers' own fp32 is 1.3e-5 off in the norm of the third step's gradient, and 1.1e-5 in the weights:
+    more than what is compared.
+    """
+    return {**plain, "stateful": train_plainly(models / "stateful", data, torch.float64)}
 
 
 def train_plainly(folder, data, dtype=torch.float32):
@@ -243,11 +251,11 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | others
 
 
-def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, plain):
+def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, exact):
     output, cases = trained
     for name, model in cases.items():
         result = json.loads((output / f"{name}.json").read_text())
-        losses, grad_norms, _ = plain[model]
+        losses, grad_norms, _ = exact[model]
         assert result["losses"] == pytest.approx(losses, rel=2e-6), name
         assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
 
@@ -327,12 +335,17 @@ def test_gradients_of_bf16_are_added_up_in_fp32_either_way(trained):
         torch.testing.assert_close(sharded[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_exported_weights_equal_those_of_plain_transformers(trained, plain):
+def test_exported_weights_equal_those_of_plain_transformers(trained, plain, exact):
     output, cases = trained
     for name, model in cases.items():
         exported = AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32).state_dict()
-        for key, weight in plain[model][2].state_dict().items():
-            assert (exported[key] - weight).abs().max().item() < 2e-6, (name, key)
+        # Where Transformers' fp32 rounds by more, the engine comes at least as close to its fp64.
+        rounding = largest_difference(plain[model][2].state_dict(), exact[model][2].state_dict())
+        assert largest_difference(exported, exact[model][2].state_dict()) < max(2e-6, rounding), name
+
+
+def largest_difference(weights, others):
+    return max((weights[name] - other).abs().max().item() for name, other in others.items())
 
 
 def test_the_exported_files_have_the_tensors_of_the_original(trained, models):

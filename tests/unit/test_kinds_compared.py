@@ -121,8 +121,8 @@ def test_flows_compare_names_of_registries_in_one_place():
         for item in ast.walk(node)
         if isinstance(item, ast.Constant) and item.value in REGISTERED
     ]
-    # a field of the same name as a harness, and MLflow's own name for datasets of that hub
-    assert compared == [("recipe/text.py", "environment"), ("tracking/datasets.py", "hf")]
+    # MLflow's own name for datasets of that hub
+    assert compared == [("tracking/datasets.py", "hf")]
 
 
 def test_a_stage_makes_a_product_of_its_kind():
