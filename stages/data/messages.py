@@ -391,7 +391,7 @@ def _media_or_text(part: object, where: str) -> dict[str, Any]:
     """Return a part of a content list with media, as {type: text, text} or {type: KIND, source}. Raises RowError."""
     kind = MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
     if isinstance(part, dict) and kind:
-        keys = (part["type"], kind, f"{kind}_url", "url", "path", "data", "bytes")
+        keys = (part["type"], kind, f"{kind}_url", "url", "path", "data", "bytes", "value")
         set_keys = [key for key, value in part.items() if value is not None and key not in (*UNREAD_OF_PART, INDEX)]
         if unread := [key for key in set_keys if key not in keys]:
             raise RowError(
