@@ -97,7 +97,8 @@ def models(tmp_path_factory):
         "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, intermediate_size=40, tie_word_embeddings=False)),
         "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2, **dropout)),
-        "stateful": lambda: tiny_model("qwen3_5_text", initializer_range=0.2),
+        # Times 4 by `tiny_model`. From 0.02 on, the states' gradients grow: fp32 is up to 1e-4 from fp64 in their norm.
+        "stateful": lambda: tiny_model("qwen3_5_text", initializer_range=0.016),
     }
     made["balanced"] = made["frozen"] = made["moe"]
     for name in MODELS:
@@ -129,18 +130,8 @@ def plain(models, data):
     return {name: train_plainly(models / name, data) for name in MODELS}
 
 
-@pytest.fixture(scope="module")
-def exact(models, data, plain):
-    """Provide the same of training in fp64 for the model with states.
-
-    Of it, Transformers' own fp32 is 1.3e-5 off in the norm of the third step's gradient, and 1.1e-5 in the weights:
-    more than what is compared.
-    """
-    return {**plain, "stateful": train_plainly(models / "stateful", data, torch.float64)}
-
-
-def train_plainly(folder, data, dtype=torch.float32):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+def train_plainly(folder, data):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     moe = MOE.get(folder.name, {})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (moe.get("freeze_router") and name.endswith(".gate.weight")))
@@ -251,11 +242,11 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | others
 
 
-def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, exact):
+def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, plain):
     output, cases = trained
     for name, model in cases.items():
         result = json.loads((output / f"{name}.json").read_text())
-        losses, grad_norms, _ = exact[model]
+        losses, grad_norms, _ = plain[model]
         assert result["losses"] == pytest.approx(losses, rel=2e-6), name
         assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
 
