@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from flows.cli.answers import terminal_width
@@ -20,6 +21,7 @@ from stages.core.errors import StoreError
 from stages.core.files import read_json_lines
 from stages.core.redaction import quoted
 from stages.harnesses.scores import sample_answer, sample_prompt
+from stages.rollouts.episode_table import ShownEpisode, shown_episodes
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
@@ -27,7 +29,7 @@ SHORTEST_PREFIX = 4
 NOT_SHOWN_FIELDS = ("home", "stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 MOST_SAMPLES = 20
-"""Largest number of evaluation samples shown for each task; the files of the artifact hold all."""
+"""Largest number of samples or episodes shown of each file; the files of the artifact hold all."""
 SHOWN_CHARACTERS = 1000
 
 
@@ -235,27 +237,48 @@ def _artifact_line(artifact: Artifact) -> dict[str, Any]:
 
 
 def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
-    """Yield the first samples of each task of an evaluation. Raises StoreError for an artifact without samples."""
+    """Yield the first samples of each task of an evaluation, or the first episodes of a stage that keeps them.
+
+    Raises StoreError for an artifact without any.
+    """
     files = sorted((artifact.folder / "samples").glob("*.jsonl"))
-    if not files:
+    episodes = () if files else shown_episodes(artifact.folder, MOST_SAMPLES)
+    samples = chain(chain.from_iterable(map(_samples_in, files)), map(_as_sample, episodes))
+    first = next(samples, None)
+    if first is None:
         raise StoreError(
             f"showing samples of {artifact.folder.name}: it is of kind {artifact.record.kind} and has none; name "
-            "a stage of kind evaluate"
+            "a stage of kind evaluate, or one with an environment"
         )
-    for file in files:
-        for row in islice(read_json_lines(file), MOST_SAMPLES):
-            yield {
-                "file": str(file),
-                "sample": row["doc_id"],
-                "asked": sample_prompt(row),
-                "answered": sample_answer(row["resps"]),
-                "expected": str(row.get("target", "")),
-                "scores": {name: row[name] for name in row.get("metrics", ()) if name in row},
-            }
+    yield first
+    yield from samples
+
+
+def _samples_in(file: Path) -> Iterator[dict[str, Any]]:
+    for row in islice(read_json_lines(file), MOST_SAMPLES):
+        yield {
+            "file": str(file),
+            "sample": row["doc_id"],
+            "asked": sample_prompt(row),
+            "answered": sample_answer(row["resps"]),
+            "expected": str(row.get("target", "")),
+            "scores": {name: row[name] for name in row.get("metrics", ()) if name in row},
+        }
+
+
+def _as_sample(episode: ShownEpisode) -> dict[str, Any]:
+    return {
+        "file": str(episode.file),
+        "sample": f"{episode.place}, episode {episode.sample}",
+        "asked": episode.prompt,
+        "answered": episode.transcript,
+        "expected": episode.reference or "",
+        "scores": episode.rewards,
+    }
 
 
 def samples_as_text(samples: Iterable[dict[str, Any]]) -> str:
-    """Return an evaluation's samples as text, one paragraph for each."""
+    """Return samples, or episodes, as text, one paragraph for each."""
     paragraphs = []
     for sample in samples:
         scores = ", ".join(f"{name} {value}" for name, value in sample["scores"].items())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--samples",
     is_flag=True,
-    help="Show an evaluation's samples: each question, the model's answer and the expected answer.",
+    help="Show samples of an evaluation, or episodes: each question, the model's answer and the expected answer.",
 )
 @JSON_OPTION
 def show(name: str | None, samples: bool, as_json: bool) -> None:
@@ -43,7 +43,9 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
     index = store.index()
     if samples:
         if name is None:
-            raise click.UsageError("--samples needs the name of an evaluation, by stage or version")
+            raise click.UsageError(
+                "--samples needs the name of an evaluation, or a stage with episodes, by stage or version"
+            )
         found = shown.samples_of(shown.find_artifact(index, name))
         print_json({"samples": list(found)}) if as_json else click.echo(shown.samples_as_text(found))
     elif name is None:

@@ -1,6 +1,7 @@
 """Sample answers for a refresh's report: questions of each evaluation task with the answers of all models to them.
 
 Questions whose score changed from the champion (or base) to the candidate come first, then wrong and right answers.
+Stages that generate and train in an environment show some of their episodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,14 @@ from typing import Any
 
 from flows.ledger.record import RefreshRecord
 from flows.report.evaluations import evaluations_of_champions
-from flows.report.model import Answer, AnsweredQuestion, AnswersToTask, QuestionPicture
+from flows.report.model import (
+    Answer,
+    AnsweredQuestion,
+    AnswersToTask,
+    EpisodesOfStage,
+    QuestionPicture,
+    ReadEpisode,
+)
 from stages.core.errors import DataError
 from stages.core.files import read_json_lines
 from stages.core.lines import visible
@@ -23,9 +31,12 @@ from stages.data.media_reference import MediaReference
 from stages.harnesses.pictures import MEDIA, task_folder_of
 from stages.harnesses.scores import answer_and_expected, directions, sample_prompt
 from stages.kinds.registry import makes
+from stages.rollouts.episode_table import ShownEpisode, shown_episodes
 
 MOST_QUESTIONS = 10
 """Most sample questions that a report shows, over all tasks together."""
+MOST_EPISODES = 4
+"""Most episodes that a report shows of each of a stage's files."""
 MOST_PICTURES = 4
 """Most pictures of one question that a report shows."""
 SHOWN_CHARACTERS = 1000
@@ -79,6 +90,25 @@ def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
         if share := -(-left // (len(own) - number)):
             yield (found := _answers_to(task, answered, share))
             left -= len(found.questions)
+
+
+def episodes(record: RefreshRecord) -> Iterator[EpisodesOfStage]:
+    """Yield some episodes of each stage that keeps them; those of evaluations are among the answers."""
+    for name, entry in record.stages.items():
+        if entry.artifact and not makes(entry.kind, "scores"):
+            with suppress(OSError, ValueError):  # as of damaged evaluations
+                if shown := tuple(map(_read, shown_episodes(entry.artifact, MOST_EPISODES))):
+                    yield EpisodesOfStage(stage=name, episodes=shown)
+
+
+def _read(episode: ShownEpisode) -> ReadEpisode:
+    return ReadEpisode(
+        step=episode.step,
+        asked=_end(episode.prompt),
+        transcript=_shown(episode.transcript),
+        expected=_shown(episode.reference or ""),
+        rewards=", ".join(f"{name} {value:g}" for name, value in episode.rewards.items()),
+    )
 
 
 def _answers_to(task: str, answered: Sequence[Answered], most: int) -> AnswersToTask:

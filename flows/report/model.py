@@ -152,6 +152,23 @@ class AnswersToTask(StrictModel):
     questions: tuple[AnsweredQuestion, ...]
 
 
+class ReadEpisode(StrictModel):
+    """Episode for people to read. step: optimizer step that first learned from it; None outside of training."""
+
+    step: int | None
+    asked: str
+    transcript: str
+    expected: str
+    rewards: str
+
+
+class EpisodesOfStage(StrictModel):
+    """Some episodes of a stage whose model acts in an environment; of training, from its first and last rounds."""
+
+    stage: str
+    episodes: tuple[ReadEpisode, ...]
+
+
 class ScoreDifference(StrictModel):
     """Score difference of the candidate to the model it is compared with, on the same samples. interval: 95%.
 
@@ -225,6 +242,7 @@ class RefreshReport(StrictModel):
     learned_from: tuple[DataOfTraining, ...]
     scores: tuple[Score, ...]
     answers: tuple[AnswersToTask, ...]
+    episodes: tuple[EpisodesOfStage, ...]
     promotions: tuple[Promotion, ...]
     lineage: tuple[Node, ...]
     cost: Cost

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from flows.ledger.home import hardware_file
 from flows.ledger.record import RefreshRecord, StageEntry
-from flows.report.answers import answers
+from flows.report.answers import answers, episodes
 from flows.report.evaluations import promotions, scores
 from flows.report.layouts import rows_of
 from flows.report.lineage import node_of
@@ -55,6 +55,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         learned_from=tuple(data_of_trainings(record)),
         scores=found_scores,
         answers=tuple(answers(record)),
+        episodes=tuple(episodes(record)),
         promotions=verdicts,
         lineage=tuple(
             node_of(artifact, index)

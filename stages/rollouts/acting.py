@@ -1,14 +1,13 @@
-"""Episodes of a served model: played some at a time, kept as JSON Lines meanwhile, and as Parquet at the end."""
+"""Episodes of a served model: played some at a time, and kept as JSON Lines until all are there."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from stages.core.fields import StrictModel
 from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Message, RowError, ordered, parse_messages
 from stages.data.tokenizer import DocumentTokenizer
@@ -18,28 +17,21 @@ from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import Answer, PromptSample, Request, Sample, ask_all, read_kept, request_seed, seed_of
 from stages.rollouts.environments.environment import ENVIRONMENT, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnReader, TurnRequest
+from stages.rollouts.episode_table import EpisodeRow, StoredSegment
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.served_models import ServedModel
 
-EPISODES_FILE = "episodes.parquet"
 SERVER = "the server that samples"
 PLAYED_TOGETHER = 4
 """Number of episodes that are played together, for each request that is sent concurrently."""
-
-
-class StoredSegment(StrictModel):
-    """Segment of an episode, as stored."""
-
-    author: Literal["model", "environment"]
-    token_ids: list[int]
-    log_probabilities: list[float]
 
 
 class PlayedEpisode(Sample):
     """Episode of a prompt, as stored. text: what rewards see. truncated: it ended at a bound. num_tokens: sampled.
 
     reward: the environment's own; None of one that gives none. asked, answer: messages of the prompt, and after it.
+    prompt_text, prompt_ids: with what the environment showed first.
     """
 
     transcript: str
@@ -48,6 +40,8 @@ class PlayedEpisode(Sample):
     metrics: dict[str, float]
     asked: list[dict[str, Any]]
     answer: list[dict[str, Any]]
+    prompt_text: str
+    prompt_ids: list[int]
     segments: list[StoredSegment]
 
     @property
@@ -97,6 +91,8 @@ class PlayedEpisode(Sample):
             metrics=episode.metrics,
             asked=episode.start.prompt.messages,
             answer=episode.messages,
+            prompt_text=tokenizer.decode(episode.start.token_ids),
+            prompt_ids=episode.start.token_ids,
             segments=[
                 StoredSegment(author=one.author, token_ids=one.token_ids, log_probabilities=one.log_probabilities)
                 for one in episode.segments
@@ -205,26 +201,30 @@ def episode_metrics(episodes: Sequence[PlayedEpisode]) -> dict[str, float]:
     return {f"episode_{name}": statistics.fmean(one.metrics[name] for one in episodes) for name in episodes[0].metrics}
 
 
-def write_episodes(
-    path: Path, prompts: Sequence[RenderedPrompt], episodes: Sequence[PlayedEpisode], judgements: Sequence[Judgement]
-) -> None:
-    """Write episodes as Parquet, one a row: place and prompt, transcript, rewards, metrics, and segments of tokens."""
-    import pyarrow  # 50 ms, which checks of recipes do without
-    from pyarrow import parquet
-
-    rows = [_row(prompts[one.prompt], one, judgement) for one, judgement in zip(episodes, judgements, strict=True)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-
-def _row(asked: RenderedPrompt, episode: PlayedEpisode, judgement: Judgement) -> Mapping[str, Any]:
-    return {
-        "row": str(asked.place),
-        "prompt": asked.text,
-        "reference": asked.prompt.reference,
-        **episode.model_dump(include={"sample", "seed", "text", "transcript", "end", "num_tokens"}),
-        **{f"reward_{name}": value for name, value in judgement.rewards.items()},
-        "total": judgement.total,
-        **episode.metrics,
-        "prompt_ids": asked.token_ids,
-        "segments": [segment.model_dump() for segment in episode.segments],
-    }
+def episode_rows(
+    prompts: Sequence[RenderedPrompt], episodes: Sequence[PlayedEpisode], judgements: Sequence[Judgement]
+) -> list[EpisodeRow]:
+    """Return episodes as rows of their table, with what rewards gave to each."""
+    rows = []
+    for episode, judgement in zip(episodes, judgements, strict=True):
+        asked = prompts[episode.prompt]
+        rows.append(
+            EpisodeRow(
+                row=str(asked.place),
+                prompt=episode.prompt_text,
+                reference=asked.prompt.reference,
+                step=None,
+                sample=episode.sample,
+                seed=episode.seed,
+                text=episode.text,
+                transcript=episode.transcript,
+                end=episode.end,
+                num_tokens=episode.num_tokens,
+                total=judgement.total,
+                prompt_ids=episode.prompt_ids,
+                segments=episode.segments,
+                rewards=judgement.rewards,
+                metrics=episode.metrics,
+            )
+        )
+    return rows

@@ -19,16 +19,9 @@ from stages.harnesses.harness import EpisodesConfig, Evaluation, Results
 from stages.harnesses.question_sets import asked_row, question_folder
 from stages.rewards.judging import Judgement, judging
 from stages.rewards.reward import RewardContext
-from stages.rollouts.acting import (
-    EPISODES_FILE,
-    PlayedEpisode,
-    episode_metrics,
-    judged,
-    play_all,
-    turn_reader,
-    write_episodes,
-)
+from stages.rollouts.acting import PlayedEpisode, episode_metrics, episode_rows, judged, play_all, turn_reader
 from stages.rollouts.asking import request_seed
+from stages.rollouts.episode_table import EPISODES_FILE, write_episodes
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.served_models import ServedModel
@@ -67,7 +60,8 @@ def played(evaluation: Evaluation, context: StageContext, model: ServedModel, ve
                     for completion in [prompts[one.prompt].completion(one.text, one.num_tokens)]
                 ]
                 judgements = judged(judge, named, episodes)
-                write_episodes(_episodes_file(context, evaluation, task), prompts, episodes, judgements)
+                rows = episode_rows(prompts, episodes, judgements)
+                write_episodes(_episodes_file(context, evaluation, task), rows)
                 samples[task] = _rows(prompts, episodes, judgements, config)
                 together += episodes
     except DataError as error:

@@ -22,14 +22,17 @@ from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.generate.selection import Candidate, Choice, Row, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
-from stages.rollouts.acting import EPISODES_FILE, PlayedEpisode, episode_metrics, judged, play_all, write_episodes
+from stages.rollouts.acting import PlayedEpisode, episode_metrics, episode_rows, judged, play_all
 from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.episode_table import EPISODES_FILE, write_episodes
 from stages.rollouts.prompts import RenderedPrompt, check_pictures, check_room, media_of, read_prompts
 from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
 
 COMPLETIONS_FILE = "completions.jsonl"
+NOT_LISTED = frozenset({"prompt", "segments", "asked", "answer", "prompt_text", "prompt_ids"})
+"""Fields of samples that lines of the file do not have."""
 REWARDS_FOLDER = "rewards"
 PROGRESS_EVERY = 10
 NUM_NAMED = 5
@@ -75,7 +78,7 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     num_rows = _write(answered, config, context)
     files = [COMPLETIONS_FILE]
     if config.environment:
-        write_episodes(context.work / EPISODES_FILE, prompts, played, judgements)
+        write_episodes(context.work / EPISODES_FILE, episode_rows(prompts, played, judgements))
         files.append(EPISODES_FILE)
     metrics = {"num_rows": float(num_rows), **_metrics(answered, config, context)}
     metrics["generate_s"] = seconds
@@ -184,7 +187,7 @@ def _write_lines(context: StageContext, file: str, rows: Iterable[object]) -> No
 def _lines(answered: ScoredPrompt) -> Iterator[dict[str, object]]:
     prompt = answered.prompt
     for candidate, outcome in zip(answered.candidates, answered.choice.outcomes, strict=True):
-        sample = candidate.sample.model_dump(exclude={"prompt", "segments", "asked", "answer"})
+        sample = candidate.sample.model_dump(exclude=NOT_LISTED)
         yield {
             "row": str(prompt.place),
             "prompt": prompt.text,

@@ -1,4 +1,4 @@
-"""Metrics and warnings of a round of sampled completions, and a file of some completions for people to read."""
+"""Metrics and warnings of a round of sampled completions, a file of some of them to read, and files of all episodes."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import remove_cut_off_line
 from stages.kinds.train.rollouts.rounds import Round, deviation
+from stages.rollouts.episode_table import EpisodeRow, round_file, round_files, write_episodes
 from stages.rollouts.prompts import RenderedPrompt
 
 COMPLETIONS_FILE = "completions.jsonl"
@@ -65,17 +66,47 @@ def round_metrics(sampled: Round) -> dict[str, float]:
     }
 
 
+class EpisodeFiles:
+    """Files of all episodes of all attempts, one for each round; written on rank 0 only."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._kept, self._shown = context.scratch, context.work
+        self._has_written = False
+        for first_step in round_files(self._kept):
+            self._show(first_step)
+
+    def write(self, first_step: int, episodes: Sequence[EpisodeRow]) -> None:
+        """Write the episodes of a round. The first round of an attempt replaces those of a killed one from it on."""
+        if not self._has_written:
+            self._has_written = True
+            for folder in (self._kept, self._shown):
+                for step, file in round_files(folder).items():
+                    if step >= first_step:
+                        file.unlink()
+        file = round_file(self._kept, first_step)
+        file.parent.mkdir(exist_ok=True)
+        write_episodes(file, episodes)
+        self._show(first_step)
+
+    def _show(self, first_step: int) -> None:
+        """Give the artifact a hard link to a round's file, which stays in the scratch folder for later attempts."""
+        shown = round_file(self._shown, first_step)
+        shown.parent.mkdir(exist_ok=True)
+        shown.unlink(missing_ok=True)
+        shown.hardlink_to(round_file(self._kept, first_step))
+
+
 class RoundSamples:
-    """Writer of some completions of each round, on rank 0 only; warns of a reward that is equal for all completions."""
+    """Writer of each round's episodes, and of some completions, on rank 0 only; warns of a reward equal for all."""
 
     def __init__(self, context: StageContext, prompts: Sequence[RenderedPrompt]) -> None:
         self._context = context
         self._prompts = prompts
         self._warned: set[str] = set()
-        self._file = SampleFile(context) if is_main_process() else None
+        self._files = (SampleFile(context), EpisodeFiles(context)) if is_main_process() else None
 
     def write(self, sampled: Round) -> None:
-        if self._file is None:
+        if self._files is None:
             return
         for name in sampled.completions[0].rewards:
             values = {one.rewards[name] for one in sampled.completions}
@@ -85,7 +116,35 @@ class RoundSamples:
                     f"step {sampled.first_step}: the reward {name} is {values.pop():g} for all "
                     f"{len(sampled.completions)} completions, so it has no effect"
                 )
-        self._file.write(sampled.first_step, self._lines(sampled))
+        some, episodes = self._files
+        some.write(sampled.first_step, self._lines(sampled))
+        if rows := list(self._episode_rows(sampled)):
+            episodes.write(sampled.first_step, rows)
+
+    def _episode_rows(self, sampled: Round) -> Iterator[EpisodeRow]:
+        for group in sampled.groups:
+            prompt = self._prompts[group.prompt]
+            for number, completion in enumerate(group.completions):
+                if completion.end is None:  # an answer to a prompt, without an environment
+                    return
+                assert completion.prompt is not None and completion.transcript is not None
+                yield EpisodeRow(
+                    row=str(prompt.place),
+                    prompt=completion.prompt_text,
+                    reference=prompt.prompt.reference,
+                    step=sampled.first_step,
+                    sample=number,
+                    seed=completion.seed,
+                    text=completion.text,
+                    transcript=completion.transcript,
+                    end=completion.end,
+                    num_tokens=completion.num_sampled,
+                    total=completion.reward,
+                    prompt_ids=completion.prompt,
+                    segments=list(completion.segments),
+                    rewards=completion.rewards,
+                    metrics=completion.episode,
+                )
 
     def _lines(self, sampled: Round) -> Iterator[dict[str, object]]:
         for group in sampled.groups[:NUM_SHOWN]:

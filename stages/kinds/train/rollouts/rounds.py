@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import PICTURES, Answer, Request, request_seed
 from stages.rollouts.environments.environment import ENVIRONMENT
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
+from stages.rollouts.episode_table import StoredSegment
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.client import Choice
@@ -50,6 +51,9 @@ class Completion:
     episode: dict[str, float] = field(default_factory=dict)
     transcript: str | None = None
     prompt: list[int] | None = None
+    prompt_text: str = ""
+    seed: int | None = None
+    end: str | None = None
 
     @classmethod
     def of(cls, episode: Episode, tokenizer: DocumentTokenizer) -> Completion:
@@ -67,12 +71,31 @@ class Completion:
             episode.metrics,
             transcript,
             episode.start.token_ids,
+            tokenizer.decode(episode.start.token_ids),
+            episode.start.seed,
+            episode.end,
         )
 
     @property
     def num_sampled(self) -> int:
         """Number of tokens that the model wrote."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.environment_spans)
+
+    @property
+    def segments(self) -> Iterator[StoredSegment]:
+        """Segments of an episode: parts of its tokens in turn by the model and by the environment."""
+        begin, end = 0, len(self.token_ids)
+        for start, stop in [*self.environment_spans, (end, end)]:
+            if begin < start:
+                of_model = slice(begin, start)
+                yield StoredSegment(
+                    author="model",
+                    token_ids=self.token_ids[of_model],
+                    log_probabilities=self.log_probabilities[of_model],
+                )
+            if start < stop:
+                yield StoredSegment(author="environment", token_ids=self.token_ids[start:stop], log_probabilities=[])
+            begin = stop
 
     def after(
         self,

@@ -1,4 +1,4 @@
-"""`lifecycle show EVALUATION --samples` shows questions, the model's answers and the expected answers."""
+"""`lifecycle show STAGE --samples` shows questions, the model's answers or episodes, and the expected answers."""
 
 import json
 
@@ -6,6 +6,8 @@ import pytest
 
 from flows.cli.show import samples_as_text, samples_of
 from stages.core.errors import StoreError
+from stages.rollouts.episode_table import EPISODES_FILE, round_file, write_episodes
+from tests.episodes import episode
 
 GENERATED = {
     "doc_id": 3,
@@ -41,6 +43,16 @@ def test_a_sample_of_each_harness_is_shown(artifact, row, asked, answered):
     text = samples_as_text(samples_of(artifact))
     assert asked in text and answered in text and "\x1b" not in text
     assert f"sample {row['doc_id']}" in text
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_an_episode_is_shown_with_its_turns_and_rewards(artifact, step):
+    file = artifact.folder / EPISODES_FILE if step is None else round_file(artifact.folder, step)
+    file.parent.mkdir(exist_ok=True)
+    write_episodes(file, [episode(step=step, transcript="called\x1b[2J, and said 4")])
+    text = samples_as_text(samples_of(artifact))
+    assert f"{file}, sample rows.jsonl:3, episode 1: right 1.0, total 0.5" in text
+    assert "What is 2 + 2?" in text and r"called\x1b[2J, and said 4" in text and "\x1b" not in text
 
 
 def test_what_is_no_evaluation_has_none(artifact):

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from flows.ledger.record import StageEntry
+from flows.report.answers import MOST_EPISODES
 from flows.report.page import layouts_page, page
 from flows.report.reading import read_report
 from flows.report.sentences import warnings_of
 from flows.store.content import RECORD_FILE
 from stages.data.summaries import LENGTHS_FILE
+from stages.rollouts.episode_table import EPISODES_FILE, round_file, write_episodes
+from tests.episodes import episode
 from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
 
 
@@ -310,6 +313,27 @@ def test_questions_that_only_some_were_asked_are_the_last_model_s(night, read):
         [None, "2"],
     ]
     assert "not asked" in page(read(record))
+
+
+def test_a_training_and_no_evaluation_shows_episodes_of_its_first_and_last_rounds(night, read):
+    record = night.refresh()
+    folders = {name: record.stages[name].artifact for name in ("sft", "scores")}
+    write_episodes(folders["scores"] / EPISODES_FILE, [episode()])  # its transcripts are among the answers
+    for step in (1, 5, 9):
+        file = round_file(folders["sft"], step)
+        file.parent.mkdir(exist_ok=True)
+        write_episodes(file, [episode(step=step, sample=sample) for sample in range(8)])
+    report = read(record)
+    [found] = report.episodes
+    assert found.stage == "sft"
+    assert [one.step for one in found.episodes] == [1] * MOST_EPISODES + [9] * MOST_EPISODES
+    first = found.episodes[0]
+    assert (first.asked, first.transcript, first.expected) == ("What is 2 + 2?", "called, and said 4", "4")
+    assert first.rewards == "right 1, total 0.5"
+    shown = page(report)
+    assert shown.count("called, and said 4") == 2 * MOST_EPISODES and 'href="#episodes"' in shown
+    file.write_bytes(b"no Parquet")
+    assert read(record).episodes == ()
 
 
 def test_without_samples_no_answers_are_shown(night, read):

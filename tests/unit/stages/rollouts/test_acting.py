@@ -298,6 +298,8 @@ def test_an_episode_that_was_cut_or_whose_call_failed_is_not_learned(folder: Pat
             "num_tokens": 1,
             "truncated": False,
             "end": "done",
+            "prompt_text": "1 + 2?",
+            "prompt_ids": [1, 2],
         }
         asked = [{"role": "user", "content": "1 + 2?"}]
         whole = {"transcript": f"3 {number}", "reward": None, "asked": asked, "segments": [], "metrics": metrics}
