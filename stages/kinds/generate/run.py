@@ -31,7 +31,7 @@ from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
 
 COMPLETIONS_FILE = "completions.jsonl"
-NOT_LISTED = frozenset({"prompt", "segments", "asked", "answer", "prompt_text", "prompt_ids"})
+NOT_LISTED = {"prompt", "segments", "asked", "answer", "prompt_text", "prompt_ids"}
 """Fields of samples that lines of the file do not have."""
 REWARDS_FOLDER = "rewards"
 PROGRESS_EVERY = 10
