@@ -56,6 +56,7 @@ class Part:
 RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
 YEAR, VIDEOS = "faults/test_year.py", "unit/stages/kinds/train/test_videos.py"
 SOUNDS = "unit/stages/kinds/train/test_sounds.py"
+WHEEL = "nightly/test_wheel.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
@@ -107,7 +108,8 @@ PARTS = (
         ("images",),
         makes="buildah",
     ),
-    Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
+    Part("release", "a wheel ends with a champion where there is no checkout", (WHEEL,)),
+    Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",), (WHEEL,)),
 )
 
 
