@@ -112,7 +112,7 @@ def test_a_refresh_ends_with_a_champion_in_the_image_that_holds_all(builder, tmp
     home = owned(tmp_path / "home")
     with builder.container("all") as container:
         volumes = {home: "/lifecycle"}
-        for words in (["run", "/opt/configs/quickstart.yaml"], ["champion", "quickstart", "--json"], ["down"]):
+        for words in (["run", "/opt/configs/quickstart.yaml"], ["champion", "adder", "--json"], ["down"]):
             ran = subprocess.run(
                 container.command("lifecycle", *words, volumes=volumes), stdout=subprocess.PIPE, text=True, check=False
             )

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 OF_THE_NETWORK = re.compile(r"(PIP|UV|SSL|REQUESTS)_.*|.*_proxy", re.IGNORECASE)
 """Variables by which this machine reaches its package index; the bare environment has no others of the tests."""
 END = """
-.venv/bin/lifecycle champion quickstart --json > champion.json
+.venv/bin/lifecycle champion adder --json > champion.json
 .venv/bin/lifecycle down
 """
 
