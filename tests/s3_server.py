@@ -1,6 +1,7 @@
 """S3 server for tests (moto on the loopback), and the environment variables that direct object storage to it."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +36,7 @@ class Throttle:
         return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
 
 
-class ObjectServer:
+class ObjectServer(ABC):
     """Object storage for tests behind a WSGI server of this process, which may throttle, delay or refuse requests."""
 
     scheme: str
@@ -43,12 +44,12 @@ class ObjectServer:
     def __init__(self, wsgi: Any) -> None:
         self.wsgi = wsgi
 
+    @abstractmethod
     def objects(self) -> dict[str, bytes]:
         """Return the contents of all objects, by key."""
-        raise NotImplementedError
 
-    def delete(self, key: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def delete(self, key: str) -> None: ...
 
     def empty(self) -> None:
         for key in self.objects():

@@ -10,7 +10,7 @@ from flows.ledger.home import store_root
 from flows.report.lineage import LineageSubject
 from flows.servers import local as servers
 from flows.servers.keyed import client_settings, key_file, read_key
-from flows.servers.programs import MLFLOW_SWITCH, uses_mlflow
+from flows.servers.programs import MLFLOW, MLFLOW_SWITCH, uses_mlflow
 from flows.store.record import Artifact, Index
 from flows.store.shared import obtain
 from flows.store.store import Store
@@ -39,7 +39,7 @@ def find_mlflow() -> None:
             f"asking for champions: MLflow, which knows them, is switched off by {MLFLOW_SWITCH}; unset that variable"
         )
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        ours = next(server for server in servers.status() if server.name == "mlflow")
+        ours = next(server for server in servers.status() if server.name == MLFLOW.name)
         password = read_key()
         if not (ours.url and ours.healthy):
             state = f"runs on {ours.host}: ask there" if ours.host else "is not running; `lifecycle up`"

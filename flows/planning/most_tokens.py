@@ -25,9 +25,9 @@ def most_tokens(document: Document) -> int:
 def _tokens_of(medium: MediaReference) -> int:
     """Return an estimate of the tokens of a medium and its borders, as of Qwen's models."""
     seconds = medium.length / medium.rate if medium.rate else 0
-    if medium.kind == "audio":
-        return int(TOKENS_PER_SECOND * seconds) + MESSAGE_TOKENS
-    return math.ceil(max(1, seconds) * medium.width * medium.height / PIXELS_PER_TOKEN) + MESSAGE_TOKENS
+    # A sound has no pixels, and a picture no length.
+    of_pixels = math.ceil(max(1, seconds) * medium.width * medium.height / PIXELS_PER_TOKEN)
+    return (of_pixels or int(TOKENS_PER_SECOND * seconds)) + MESSAGE_TOKENS
 
 
 def num_bytes(document: Document) -> int:

@@ -50,7 +50,7 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
 from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.media import MediaKind
+from stages.models.media import SHOWN_TO_ANY, MediaKind
 from stages.models.picture_bounds import PictureBounds, usual_sampling, with_picture_bounds
 from stages.models.processor import reads_media
 from stages.models.shape import ModelShape
@@ -481,7 +481,7 @@ def _with_pictures(
     """Return a question with the paths of its pictures, copied into `facts.pictures`; None if it cannot be asked."""
     first = next(message for message in document.messages if message["role"] == "user")
     shown = document.media[: num_media([first])]
-    if len(question["answer"]) > SHORT_ANSWER_CHARACTERS or any(one.kind != "image" for one in shown):
+    if len(question["answer"]) > SHORT_ANSWER_CHARACTERS or {one.kind for one in shown} - SHOWN_TO_ANY:
         return None
     if not 0 < len(shown) <= MOST_IMAGES or len(TAG.findall(question["question"])) != len(shown):
         return None

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stages.models.media import KINDS, MediaKind, MediaSize, SoundSize, VideoSize, kind_of
+from stages.models.media import KINDS, LASTING, SIZES, MediaKind, MediaSize, SoundSize, VideoSize, kind_of
 
 RECORD = struct.Struct("<32sHHBH")
 IN_TIME = struct.Struct("<Id")
@@ -47,9 +47,7 @@ class MediaReference:
 
     @property
     def size(self) -> MediaSize:
-        if self.kind == "video":
-            return VideoSize(self.width, self.height, self.length, self.rate)
-        return SoundSize(self.length, int(self.rate)) if self.kind == "audio" else (self.width, self.height)
+        return SIZES[self.kind](self.width, self.height, self.length, self.rate)
 
 
 def as_records(media: Sequence[MediaReference]) -> bytes:
@@ -58,7 +56,7 @@ def as_records(media: Sequence[MediaReference]) -> bytes:
     for medium in media:
         path, kind = medium.path.encode(), KINDS.index(medium.kind)
         records += RECORD.pack(bytes.fromhex(medium.sha256), medium.width, medium.height, kind, len(path)) + path
-        if medium.kind != "image":
+        if medium.kind in LASTING:
             records += IN_TIME.pack(medium.length, medium.rate)
     return bytes(records)
 
@@ -76,7 +74,7 @@ def _each(records: bytes) -> Iterator[MediaReference]:
         path = records[begin : begin + num_bytes].decode()
         begin += num_bytes
         kind, length, rate = KINDS[number], 0, 0.0
-        if kind != "image":
+        if kind in LASTING:
             length, rate = IN_TIME.unpack_from(records, begin)
             begin += IN_TIME.size
         yield MediaReference(kind, path, digest.hex(), width, height, length, rate)

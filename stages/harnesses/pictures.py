@@ -21,9 +21,8 @@ from stages.data.media.requests import openai_messages
 from stages.data.media.rows import TAG, with_media
 from stages.data.media_reference import MediaKind, MediaReference
 from stages.data.messages import Conversation, Document, PlainText, RowError, make_message, texts_of
-from stages.models.media import NOUNS
+from stages.models.media import NOUNS, SHOWN_TO_ANY
 
-PICTURES: frozenset[MediaKind] = frozenset({"image"})
 Address = Callable[[MediaReference], str]
 """Function that returns a picture's `data:` address."""
 MEDIA = "media"
@@ -103,14 +102,16 @@ def recorded_question(sample: Mapping[str, Any], evaluation: Path) -> tuple[Docu
         raise EvaluationError(f"reading the pictures of {evaluation.name}: it does not say in which folder they are")
     pictures = _RecordedPictures(folder)
     media = [MediaReference(**one) for one in sample[MEDIA]]
-    if other := next((one.kind for one in media if one.kind != "image"), None):
+    if other := next((one.kind for one in media if one.kind not in SHOWN_TO_ANY), None):
         raise EvaluationError(f"a question of {evaluation.name} has a {NOUNS[other]}, and judges see pictures alone")
     columns = {"images": media}
     (asked,) = with_media((Conversation([make_message("user", text)]),), columns, pictures)
     return asked, pictures.data_address
 
 
-def check_question(asked: Conversation, max_images: int | None, kinds: Collection[MediaKind] | None = PICTURES) -> None:
+def check_question(
+    asked: Conversation, max_images: int | None, kinds: Collection[MediaKind] | None = SHOWN_TO_ANY
+) -> None:
     """Raise RowError for a kind that a server does not take, more of one than it takes, or a tag without a medium.
 
     max_images, kinds: None if not known yet.

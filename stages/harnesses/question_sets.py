@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.any_rows import Prompt, PromptReader
-from stages.data.files import BadRow, find_files, read_rows
+from stages.data.files import BadRow, Portion, find_files, read_rows
 from stages.data.messages import Conversation, Document, Message, PlainText, RowError
 from stages.harnesses.harness import Evaluation, Harness, TaskItem
 from stages.harnesses.pictures import (
@@ -27,6 +27,7 @@ from stages.harnesses.pictures import (
     recorded_media,
     without_pixels,
 )
+from stages.rollouts.options import PromptOptions, SamplingOptions
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
@@ -47,6 +48,33 @@ def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
                 raise EvaluationError(f"reading the questions of {task}: {row.place} {error}; fix it") from error
     except DataError as error:
         raise EvaluationError(f"reading the questions of {task}: {error}") from error
+
+
+def prompt_options(evaluation: Evaluation, task: str) -> PromptOptions:
+    """Return the options of making prompts of a set's questions, which no reward judges."""
+    return PromptOptions(
+        portion=Portion("evaluation", task),
+        limit=evaluation.limit,
+        reference=None,
+        reference_field="reference",
+        system=None,
+        apply_chat_template=evaluation.apply_chat_template,
+        rewards={},
+    )
+
+
+def sampling_options(evaluation: Evaluation, num_samples: int, seed: int) -> SamplingOptions:
+    """Return the options of sampling answers to questions, as the recipe's `generation` says."""
+    generation = evaluation.generation
+    return SamplingOptions(
+        num_samples=num_samples,
+        max_tokens=generation.max_tokens,
+        temperature=generation.temperature,
+        top_p=1.0,
+        stop=generation.stop,
+        seed=seed,
+        concurrent_requests=evaluation.concurrent_requests,
+    )
 
 
 def question_folder(evaluation: Evaluation) -> Path:

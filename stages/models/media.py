@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -22,6 +22,8 @@ NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "s
 """Names of the kinds in messages."""
 DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}
 """Metrics of the artifact of a training: number of different media of each kind that the model learned from."""
+SHOWN_TO_ANY: frozenset[MediaKind] = frozenset({"image"})
+"""Kinds that judges and servers take of which no more is known than that their models see."""
 MAX_PIXELS = 1 << 25
 """Largest number of pixels of a picture from outside: two copies of one, as turning it takes, fill 256 MiB."""
 MEDIA_TAG, MEDIA_FILE = "media_sha256", "media.sha256"
@@ -139,6 +141,17 @@ class Sampling(Protocol):
 
     def frames(self, size: VideoSize) -> Sequence[int]:
         """Return the numbers of a video's frames that the model takes; raise MediaError if there are too few."""
+
+
+SIZES: dict[MediaKind, Callable[[int, int, int, float], MediaSize]] = {
+    "image": lambda width, height, _length, _rate: (width, height),
+    "video": VideoSize,
+    "audio": lambda _width, _height, length, rate: SoundSize(length, int(rate)),
+}
+"""Functions that make a size of each kind from width, height, number of frames or samples, and rate, as references have
+them."""
+LASTING = frozenset(KINDS) - {"image"}
+"""Kinds whose media have a length in time."""
 
 
 def kind_of(size: MediaSize) -> MediaKind:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from stages.models.layers import parts_for_text
-from stages.models.media import TOWERS, MediaKind, ModelPart
+from stages.models.media import TOWER_OF, TOWERS, MediaKind, ModelPart
 
 MERGER = "merger"
 """Word in the names of a tower's modules that bring pictures into the width of the text (Qwen, GLM)."""
@@ -43,7 +43,8 @@ def passed_by(causal_lm: Any, kinds: Collection[MediaKind]) -> set[str]:
     """Return the names of the parameters of towers and projector through which media of these kinds do not pass."""
     parts = parts_of(causal_lm)
     has_both = len(towers_of(causal_lm)) == len(TOWERS)
-    hears, sees = "audio" in kinds, not {"image", "video"}.isdisjoint(kinds)
+    towers = {TOWER_OF[kind] for kind in kinds}
+    hears, sees = "audio_tower" in towers, "vision_tower" in towers
     unheard = {} if hears else parts["audio_tower"]
     unseen = {} if sees else parts["vision_tower"]
     between = (name for name in parts["projector"] if has_both and not (hears if SOUND in name else sees))

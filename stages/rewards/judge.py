@@ -27,6 +27,7 @@ from stages.core.lines import counted
 from stages.core.redaction import quoted, redact
 from stages.data.media.images import as_png_address
 from stages.data.messages import Conversation, PlainText
+from stages.models.media import SHOWN_TO_ANY
 from stages.remote.http import (
     Expected,
     RetryBackoff,
@@ -368,7 +369,7 @@ class JudgeClient:
         document = completion.document
         if isinstance(document, PlainText) or not document.media:
             return completion.prompt
-        if completion.address is None or any(medium.kind != "image" for medium in document.media):
+        if completion.address is None or {one.kind for one in document.media} - SHOWN_TO_ANY:
             kinds = ", ".join(sorted({f"{medium.kind}s" for medium in document.media}))
             raise DataError(f"has {kinds}, which are not shown to a judge here; leave out the judge, or these rows")
         places = []

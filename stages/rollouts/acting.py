@@ -14,7 +14,18 @@ from stages.data.tokenizer import DocumentTokenizer
 from stages.models.model_folder import end_tokens
 from stages.models.recorded import noted_date
 from stages.rewards.judging import Judge, Judgement, Named
-from stages.rollouts.asking import Answer, PromptSample, Request, Sample, ask_all, read_kept, request_seed, seed_of
+from stages.rollouts.asking import (
+    OF_EVERY_TOKEN,
+    Answer,
+    PromptSample,
+    Request,
+    Sample,
+    ask_all,
+    read_kept,
+    request_seed,
+    sampling_request,
+    seed_of,
+)
 from stages.rollouts.environments.environment import ENVIRONMENT, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnReader, TurnRequest
 from stages.rollouts.episode_table import EpisodeRow, StoredSegment
@@ -167,23 +178,12 @@ def _turns(served: ServedModel, options: SamplingOptions, requests: Sequence[Tur
         choice = answer.choices[0]
         found[number] = ServedTurn(*choice.sampled(SERVER), choice.written(SERVER), choice.finish_reason == "length")
 
-    bodies = (_body(served.client.model, options, request) for request in requests)
+    model = {"model": served.client.model}
+    bodies = (
+        model | sampling_request(one.token_ids, options, one.max_tokens, one.seed) | OF_EVERY_TOKEN for one in requests
+    )
     ask_all(served.client, enumerate(bodies), options.concurrent_requests, keep)
     return [found[number] for number in range(len(requests))]
-
-
-def _body(model: str, options: SamplingOptions, request: TurnRequest) -> Request:
-    return {
-        "model": model,
-        "prompt": request.token_ids,
-        "max_tokens": request.max_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "stop": list(options.stop) or None,
-        "seed": request.seed,
-        "logprobs": 0,  # of the sampled token alone
-        "return_token_ids": True,
-    }
 
 
 def judged(judge: Judge, named: Sequence[Named], episodes: Sequence[PlayedEpisode]) -> list[Judgement]:

@@ -44,9 +44,29 @@ Request = dict[str, Any]
 """Body of an HTTP request for completions, to `/v1/completions`; with `PICTURES`, if its prompt has some."""
 PICTURES = "pictures"
 """Field of a request with the pictures of its prompt (`PromptPictures`), which are read when it is sent."""
+OF_EVERY_TOKEN: Request = {
+    "logprobs": 0,  # of the sampled token alone
+    "return_token_ids": True,
+    # Set explicitly, since vLLM would else take them from the model's generation config.
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Fields of a request that may sample every token, and is answered with the id and log-probability of each sampled."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
 Shape = TypeVar("Shape", bound=AnswerModel)
+
+
+class Sampled(Protocol):
+    """Protocol of options of how tokens are sampled."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
 
 
 class AskedServer(Protocol):
@@ -241,7 +261,8 @@ def sample_all(
             (
                 job,
                 {
-                    **_request(client.model, prompts[job[0]], options, seed_of(options, *job)),
+                    "model": client.model,
+                    **sampling_request(prompts[job[0]], options, options.max_tokens, seed_of(options, *job)),
                     **({PICTURES: pictures[job[0]]} if job[0] in pictures else {}),
                 },
             )
@@ -275,11 +296,11 @@ def _sample(job: PromptSample, request: Request, answer: Answer) -> Sample:
     )
 
 
-def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int) -> Request:
+def sampling_request(prompt: list[int], options: Sampled, max_tokens: int, seed: int) -> Request:
+    """Return a request for a completion of a prompt (token ids), without the server's name of the model."""
     return {
-        "model": model,
         "prompt": prompt,
-        "max_tokens": options.max_tokens,
+        "max_tokens": max_tokens,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "stop": list(options.stop) or None,

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.fields import OutsideInput, marked_values, without
 from stages.core.intervals import NUM_CUT
-from stages.data.files import Portion
 from stages.harnesses.harness import EpisodesConfig, Evaluation, Results
-from stages.harnesses.question_sets import asked_row, question_folder
+from stages.harnesses.question_sets import asked_row, prompt_options, question_folder, sampling_options
 from stages.rewards.judging import Judgement, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.acting import PlayedEpisode, episode_metrics, episode_rows, judged, play_all, turn_reader
 from stages.rollouts.asking import request_seed
 from stages.rollouts.episode_table import EPISODES_FILE, write_episodes
-from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.served_models import ServedModel
 
@@ -83,12 +82,8 @@ def _episodes_file(context: StageContext, evaluation: Evaluation, task: str) -> 
 
 def _prompts(evaluation: Evaluation, task: str, model: Path) -> list[RenderedPrompt]:
     config = _episodes(evaluation)
-    as_asked = PromptOptions(
-        portion=Portion("evaluation", task),
-        limit=evaluation.limit,
-        reference=None,
-        reference_field="reference",
-        system=None,
+    as_asked = replace(
+        prompt_options(evaluation, task),
         apply_chat_template=True,
         rewards=config.rewards,
         environment=config.environment,
@@ -99,17 +94,9 @@ def _prompts(evaluation: Evaluation, task: str, model: Path) -> list[RenderedPro
 def _played(
     task: str, prompts: Sequence[RenderedPrompt], evaluation: Evaluation, context: StageContext, model: ServedModel
 ) -> list[PlayedEpisode]:
-    generation, config = evaluation.generation, _episodes(evaluation)
-    check_room(prompts, model.context_tokens, generation.max_tokens)
-    options = SamplingOptions(
-        num_samples=config.num_samples,
-        max_tokens=generation.max_tokens,
-        temperature=generation.temperature,
-        top_p=1.0,
-        stop=generation.stop,
-        seed=_seed(evaluation, task),
-        concurrent_requests=evaluation.concurrent_requests,
-    )
+    config = _episodes(evaluation)
+    options = sampling_options(evaluation, config.num_samples, _seed(evaluation, task))
+    check_room(prompts, model.context_tokens, options.max_tokens)
     kept = context.scratch / f"episodes-{context.version}-{hashlib.sha256(task.encode()).hexdigest()[:12]}.jsonl"
 
     def report(num_done: int, num_all: int) -> None:

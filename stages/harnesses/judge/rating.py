@@ -13,16 +13,22 @@ from typing import Any
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.files import remove_cut_off_line
-from stages.data.files import Portion, find_files
+from stages.data.files import find_files
 from stages.data.media.requests import openai_messages
 from stages.data.messages import PlainText
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.pictures import Address, QuestionPictures, media_of
-from stages.harnesses.question_sets import question_folder, question_text, sample_row
+from stages.harnesses.question_sets import (
+    prompt_options,
+    question_folder,
+    question_text,
+    sample_row,
+    sampling_options,
+)
 from stages.rewards.judge import JudgeClient, JudgeScore, RatingConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
 from stages.rollouts.asking import Sample, ask_chats, sample_all
-from stages.rollouts.options import PromptOptions, SamplingOptions
+from stages.rollouts.options import SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.client import ChatAnswer, Client, Usage
 from stages.serving.served_models import ServedModel
@@ -79,28 +85,10 @@ def _judge(evaluation: Evaluation) -> RatingConfig:
 
 
 def _answered(task: str, evaluation: Evaluation, context: StageContext, model: ServedModel) -> AnsweredTask:
-    as_asked = PromptOptions(
-        portion=Portion("evaluation", task),
-        limit=evaluation.limit,
-        reference=None,
-        reference_field="reference",
-        system=None,
-        apply_chat_template=evaluation.apply_chat_template,
-        rewards={},
-    )
-    folder = question_folder(evaluation)
-    prompts = read_prompts(folder, as_asked, model.folder, QuestionPictures(folder, find_files(folder, task)))
-    generation = evaluation.generation
-    check_room(prompts, model.context_tokens, generation.max_tokens)
-    options = SamplingOptions(
-        num_samples=1,
-        max_tokens=generation.max_tokens,
-        temperature=generation.temperature,
-        top_p=1.0,
-        stop=generation.stop,
-        seed=0,
-        concurrent_requests=evaluation.concurrent_requests,
-    )
+    folder, options = question_folder(evaluation), sampling_options(evaluation, num_samples=1, seed=0)
+    pictures = QuestionPictures(folder, find_files(folder, task))
+    prompts = read_prompts(folder, prompt_options(evaluation, task), model.folder, pictures)
+    check_room(prompts, model.context_tokens, options.max_tokens)
 
     def report(num_done: int, num_all: int) -> None:
         if num_done % PROGRESS_EVERY == 0 or num_done == num_all:
@@ -118,7 +106,7 @@ def _answered(task: str, evaluation: Evaluation, context: StageContext, model: S
     else:
         answers = sample_all(model.client, [one.token_ids for one in prompts], options, kept, report)
     if all(one.truncated for one in answers):
-        context.warn(f"every answer to {task} was cut off at generation.max_tokens, {generation.max_tokens}; raise it")
+        context.warn(f"every answer to {task} was cut off at generation.max_tokens, {options.max_tokens}; raise it")
     return AnsweredTask(prompts, answers)
 
 

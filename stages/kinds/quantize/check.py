@@ -8,7 +8,7 @@ from pathlib import Path
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
-from stages.kinds.quantize.gguf_tokenizer import splitting_of
+from stages.kinds.quantize.registry import METHODS
 from stages.kinds.quantize.samples import read_samples
 from stages.models.carried_weights import mtp_names
 from stages.models.facts import ModelFacts
@@ -62,9 +62,7 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
     of_text = [layer for layer in projections if not BESIDE_TEXT.search(layer.name)]
     quantizable = [layer for layer in of_text if f"{layer.name}.weight" not in mtp]
     config.serving_engine.check_loadable(facts, quantizable, config.quantization)
-    if config.method == "gguf":
-        splitting_of(source)
-        config.serving_engine.find_program()  # it tokenizes rows later, to compare its tokens with the model's
+    METHODS[config.method].check(source)
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:

@@ -137,9 +137,10 @@ class QuantizeConfig(StageConfig):
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
         """Refuse options of other quantization methods; defaults count as unset, as a stage's `config.json` has all."""
-        if (self.method == "gguf") != bool(self.gguf_type):
+        names_no_type = METHODS[self.method].weights is None
+        if names_no_type != bool(self.gguf_type):
             types = ", ".join(get_args(GgufType))
-            wrong = f"needs `gguf_type`, one of {types}" if self.method == "gguf" else "has no use for `gguf_type`"
+            wrong = f"needs `gguf_type`, one of {types}" if names_no_type else "has no use for `gguf_type`"
             raise ValueError(f"`method: {self.method}` {wrong}")
         if METHODS[self.method].weights == "int4":
             return self

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
         # In this order: the names in files are read from modules that `linearize_moe` replaces.
         name_experts_as_stored(model)
         linearize_moe(model)
-    modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, calibration, set(quantized)))
+    scalings = _scalings(model, quantization, calibration, set(quantized))
+    modifiers = METHODS[quantization.method].modifiers(quantization, list(ignored), scalings)
     with (
         _report_layers(model, job.report),
         _without_pinned_memory(),
@@ -105,16 +107,17 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, calibration: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """Return pairs of layers that AWQ (or SmoothQuant, for int8) may scale; raise ModelError if AWQ has none."""
-    if quantization.method not in ("awq", "int8"):
+    """Return pairs of layers that a method may scale; raise ModelError if one that does nothing else has none."""
+    method = METHODS[quantization.method]
+    if not method.scales:
         return []
     with norm_calibration_context(model), moe_calibration_context():
         scalings = find_scalings(model.eval(), calibration[0]["input_ids"], quantized)
     scaled = {name for scaling in scalings for name in scaling.readers} & quantized
-    if quantization.method == "awq" and not scaled:
+    if method.searches and not scaled:
         raise ModelError(
-            f"awq scales a layer against the one before it, and {type(model).__name__} has no two layers that may be "
-            "scaled without changing what it computes; choose method gptq, int8 or fp8"
+            f"{quantization.method} scales a layer against the one before it, and {type(model).__name__} has no two "
+            "layers that may be scaled without changing what it computes; choose method gptq, int8 or fp8"
         )
     print(f"the inputs of {len(scaled)} of {len(quantized)} layers can be scaled")
     return scalings
@@ -124,28 +127,7 @@ def _classes_of_layers(model: PreTrainedModel) -> list[str]:
     return sorted({type(layer).__name__ for layer in text_layers(model)})
 
 
-def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
-    """Return llm-compressor's modifiers (quantization steps) of a method, in order. ignore: module names."""
-    groups = {"group_0": _four_bit_groups(quantization)}
-    match quantization.method:
-        case "awq":
-            mappings = [AWQMapping(scaling.source, list(scaling.readers)) for scaling in scalings]
-            # "both": half of the grid weighs activations alone, as AWQ was published, half the weights as well.
-            awq = AWQByName(mappings=mappings, duo_scaling="both")
-            return [awq, QuantizationModifier(config_groups=groups, ignore=ignore)]
-        case "gptq":
-            return [GPTQModifier(config_groups=groups, ignore=ignore)]
-        case "int8":
-            norms = [(list(scaling.readers), scaling.source) for scaling in scalings if scaling.of_norm]
-            smoothing = SmoothQuantByName(smoothing_strength=SMOOTHING_STRENGTH, mappings=norms)
-            return [*([smoothing] if norms else []), GPTQModifier(scheme="W8A8", ignore=ignore)]
-        case "fp8":
-            return [QuantizationModifier(scheme="FP8_DYNAMIC", ignore=ignore)]
-        case unknown:
-            raise AssertionError(f"the registry names {unknown} as a method of llm-compressor")
-
-
-def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
+def _four_bit_groups(quantization: Quantization) -> dict[str, QuantizationScheme]:
     weights = QuantizationArgs(
         num_bits=4,
         type="int",
@@ -153,7 +135,7 @@ def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
         group_size=quantization.group_size,
         symmetric=quantization.symmetric,
     )
-    return QuantizationScheme(targets=["Linear"], weights=weights)
+    return {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
 
 
 class AWQByName(AWQModifier):
@@ -186,6 +168,48 @@ class SmoothQuantByName(SmoothQuantModifier):
         ]
 
 
+def _awq(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
+    mappings = [AWQMapping(scaling.source, list(scaling.readers)) for scaling in scalings]
+    # "both": half of the grid weighs activations alone, as AWQ was published, half the weights as well.
+    awq = AWQByName(mappings=mappings, duo_scaling="both")
+    return [awq, QuantizationModifier(config_groups=_four_bit_groups(quantization), ignore=ignore)]
+
+
+def _gptq(quantization: Quantization, ignore: list[str], _: list[Scaling]) -> list[Modifier]:
+    return [GPTQModifier(config_groups=_four_bit_groups(quantization), ignore=ignore)]
+
+
+def _int8(_: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
+    norms = [(list(scaling.readers), scaling.source) for scaling in scalings if scaling.of_norm]
+    smoothing = SmoothQuantByName(smoothing_strength=SMOOTHING_STRENGTH, mappings=norms)
+    return [*([smoothing] if norms else []), GPTQModifier(scheme="W8A8", ignore=ignore)]
+
+
+def _fp8(_: Quantization, ignore: list[str], __: list[Scaling]) -> list[Modifier]:
+    return [QuantizationModifier(scheme="FP8_DYNAMIC", ignore=ignore)]
+
+
+@dataclass(frozen=True)
+class _Method:
+    """Method of llm-compressor: the function that makes its modifiers (quantization steps), in order.
+
+    modifiers: called with the names of modules to leave out, and with the pairs of layers that may be scaled. scales:
+    it takes such pairs. searches: it searches their scales, and does nothing without any.
+    """
+
+    modifiers: Callable[[Quantization, list[str], list[Scaling]], list[Modifier]]
+    scales: bool = False
+    searches: bool = False
+
+
+METHODS = {
+    "awq": _Method(_awq, scales=True, searches=True),
+    "gptq": _Method(_gptq),
+    "int8": _Method(_int8, scales=True),
+    "fp8": _Method(_fp8),
+}
+
+
 @contextmanager
 def _experts_as_they_are() -> Iterator[None]:
     """Keep llm-compressor from splitting experts that stay unquantized, since it could not write them afterwards."""
@@ -202,7 +226,7 @@ def _fast_search(quantization: Quantization) -> Iterator[None]:
     their products, and keep all digits.
     """
     precision = torch.get_float32_matmul_precision()
-    if quantization.method == "awq" and not torch.accelerator.is_available():
+    if METHODS[quantization.method].searches and not torch.accelerator.is_available():
         torch.set_float32_matmul_precision("medium")
     try:
         yield

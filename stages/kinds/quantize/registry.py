@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.core.errors import ModelError
 from stages.serving.engine import Quantization, WeightFormat
+from stages.serving.registry import engine_of
 
 if TYPE_CHECKING:
     from stages.data.media.folder import MediaFolder
@@ -77,6 +78,18 @@ class MethodEntry:
     """Why a model that sees cannot be quantized so, as a clause; None: its tower stays as it is."""
     idle: tuple[tuple[str, str], ...] = ()
     """Fields of the recipe that have no effect, each with the reason."""
+    use_of_rows: str = "calibrated with"
+    """What is done by rows, in messages."""
+    check: Callable[[Path], None] = lambda _: None
+    """Function that raises a LifecycleError for a model folder, or a machine, of which only this method asks more."""
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raise ModelError for a tokenizer that llama.cpp lacks, ResourceError without llama.cpp, which is compared."""
+    from stages.kinds.quantize.gguf_tokenizer import splitting_of
+
+    splitting_of(folder)
+    engine_of("llama_cpp").find_program()
 
 
 METHODS: dict[str, MethodEntry] = {
@@ -94,6 +107,8 @@ METHODS: dict[str, MethodEntry] = {
             ("tensor_parallel_size", "llama.cpp divides no layers"),
             ("seed", "`method: gguf` draws no random numbers"),
         ),
+        use_of_rows="whose tokens are compared in",
+        check=_check_tokenizer,
     ),
 }
 

@@ -21,7 +21,7 @@ from stages.core.errors import GateError, LifecycleError, ModelError
 from stages.core.lines import counted
 from stages.kinds.quantize.check import QuantizedLayers, check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
-from stages.kinds.quantize.registry import QuantizationJob, quantizer_of
+from stages.kinds.quantize.registry import METHODS, QuantizationJob, quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
 from stages.kinds.quantize.written import problems_beside_text, problems_of_carried
 from stages.models.media import KINDS, NOUNS, in_words
@@ -50,10 +50,9 @@ def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
     layers = check_modules(source, config)
     data = context.inputs[config.calibration.dataset] / "data"
     samples = read_samples(data, source, config.calibration, context.warn)
-    use = "whose tokens are compared in" if config.method == "gguf" else "calibrated with"
     rows = _rows_in_words(samples, sees=bool(layers.beside_text))
     context.milestone(
-        f"quantizing {layers.num_layers} layers with {config.method}, {use} "
+        f"quantizing {layers.num_layers} layers with {config.method}, {METHODS[config.method].use_of_rows} "
         f"{sum(map(len, samples.calibration))} tokens of {rows}; "
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )

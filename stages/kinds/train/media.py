@@ -10,7 +10,17 @@ from stages.core.files import write_atomically
 from stages.data.media_reference import MediaReference
 from stages.kinds.train.checks import media_errors
 from stages.kinds.train.config import TrainConfig
-from stages.models.media import DIFFERENT, KINDS, MEDIA_FILE, MEDIA_TAG, NOUNS, MediaKind, in_words
+from stages.models.media import (
+    DIFFERENT,
+    KINDS,
+    MEDIA_FILE,
+    MEDIA_TAG,
+    NOUNS,
+    SHOWN_TO_ANY,
+    TOWER_OF,
+    MediaKind,
+    in_words,
+)
 
 ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r"})
 """Characters of a path that would end its line; `sha256sum` writes and reads such a line with a backslash before it."""
@@ -27,14 +37,14 @@ def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
             f"`{field}` names parts of a model that sees or hears, and the rows have no media, so that only its "
             f"language model learns; remove `{field}`, or add rows with media"
         )
-    if config.media.scaling and {*kinds} <= {"audio"}:
+    if config.media.scaling and "vision_tower" not in {TOWER_OF[kind] for kind in kinds}:
         raise DataError("`media` bounds pictures, and the rows have none; remove it, or add rows with pictures")
     if kinds and (problems := "; ".join(media_errors(config, in_words(kinds)))):
         raise DataError(f"the rows have {in_words(kinds)}: {problems}")
     if config.media.sampling and "video" not in kinds:
         named = " and ".join(f"`media.{name}`" for name in config.media.sampling)
         raise DataError(f"{named}: the rows have no videos; remove it, or add rows with videos")
-    if (others := {*kinds} - {"image"}) and (config.sampling or config.on_policy):
+    if (others := {*kinds} - SHOWN_TO_ANY) and (config.sampling or config.on_policy):
         noun = NOUNS[min(others, key=KINDS.index)]
         raise DataError(
             f"the rows have {noun}s, and `method: {config.method}` samples answers by a server, which is asked about "

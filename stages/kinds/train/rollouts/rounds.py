@@ -22,7 +22,7 @@ from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.rewards.judging import Judge, Named
-from stages.rollouts.asking import PICTURES, Answer, Request, request_seed
+from stages.rollouts.asking import OF_EVERY_TOKEN, PICTURES, Answer, Request, request_seed, sampling_request
 from stages.rollouts.environments.environment import ENVIRONMENT
 from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
 from stages.rollouts.episode_table import StoredSegment
@@ -225,8 +225,6 @@ def deviation(values: Sequence[float]) -> float:
 
 SERVER = "the server that samples"
 CUT_OFF = "length"
-EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling options that are set explicitly, since vLLM would else take them from the model's generation config."""
 
 
 @dataclass(frozen=True)
@@ -240,17 +238,10 @@ class PromptRequest:
 
     def request(self, options: SamplingOptions, num_completions: int, media_tokens: Collection[int]) -> Request:
         return {
-            "prompt": self.prompt,
+            **sampling_request(self.prompt, options, self.max_tokens, self.seed),
+            **OF_EVERY_TOKEN,
             "n": num_completions,
-            "max_tokens": self.max_tokens,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "stop": list(options.stop) or None,
             **({"stop_token_ids": sorted(media_tokens)} if media_tokens else {}),
-            "seed": self.seed,
-            "logprobs": 0,  # of the sampled token alone
-            "return_token_ids": True,
-            **EVERY_TOKEN,
             **({PICTURES: self.pictures} if self.pictures else {}),
         }
 

@@ -175,6 +175,8 @@ def test_a_resumed_evaluation_asks_for_missing_episodes_only(server: Any, questi
     kept.write_bytes(b"".join(lines[:-2]) + lines[-2][:50])
     again = evaluate(config(questions), server, tmp_path / "work")
     assert again.samples == whole.samples and again.scores == whole.scores
+    bounds = {tuple(body[name] for name in ("top_k", "min_p", "repetition_penalty")) for body in server.asked}
+    assert bounds == {(0, 0.0, 1.0)}, "and not those of the model's generation config"
     assert 2 <= len(server.asked) - num_asked <= 4, "two episodes, of one turn or two"
 
 
