@@ -29,7 +29,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from stages.core.errors import ServerError
+from stages.core.errors import ResourceError, ServerError
 from stages.remote.http import BodyReader, Expected
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
 from stages.serving.client import Models
@@ -187,6 +187,8 @@ class Proxy:
                     return await self._answered(request, await self._inspected(request, body))
             except RefusedRequestError as problem:
                 return error(400, str(problem))
+            except ResourceError as problem:  # such as a decoder of videos that is not installed
+                return error(500, str(problem))
             except TimeoutError:
                 # Half an answer may be sent already: only a cut connection shows the client that the rest is missing.
                 if request.transport:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from stages.core.errors import ResourceError
 from stages.core.shipped import install_command
 from stages.models.media import HeardSound, MediaError, Sound, SoundSize
 
@@ -101,13 +102,17 @@ def _decoded(file: Any) -> NDArray[np.float32]:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open a sound by its header; raise MediaError for what is no sound, too large, or fails while it is decoded."""
+    """Open a sound by its header; raise MediaError for what is no sound, too large, or fails while it is decoded.
+
+    Raises ResourceError where nothing decodes sounds.
+    """
     try:
         import soundfile
         import soxr  # noqa: F401  # asked for here, before a training needs it
-    except ImportError as error:
-        raise MediaError(
-            f"is a sound, which soundfile decodes, and that is not installed: run `{install_command('media')}`"
+    except (ImportError, OSError) as error:  # OSError: the package is there, and not its library, libsndfile
+        raise ResourceError(
+            f"the data have sounds, which soundfile and soxr decode, and these do not work ({error}): run "
+            f"`{install_command('media')}`, which installs them"
         ) from error
     if len(data) > MAX_BYTES:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")

@@ -6,6 +6,7 @@ import itertools
 import json
 import resource
 import socket
+import sys
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from stages.data.media.images import as_data_address, decode_picture, from_data_address
+from stages.models.media import HeardSound
 from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
@@ -243,6 +245,19 @@ def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_
         assert (await client.post(CHAT, content=large)).status_code == 413
         backend.limits = Limits(1)
         assert (await client.post(CHAT, content=large)).status_code == 200
+
+    in_front_of_two(trial)
+
+
+def test_a_decoder_that_is_not_installed_is_an_error_of_the_server_that_says_so(in_front_of_two, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+
+    async def trial(old: Model, new: Model, _: EngineAddress, proxy: Proxy, client: httpx.AsyncClient) -> None:
+        proxy.switch(Backend(proxy._backend.address, limits=Limits(1, heard=HeardSound(16_000, 30))))
+        sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+        answer = await client.post(CHAT, json=chat(sound))
+        assert (answer.status_code, "run `make media`" in answer.json()["error"]["message"]) == (500, True)
+        assert not old.bodies
 
     in_front_of_two(trial)
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from stages.core.errors import DataError, ModelError
+from stages.core.errors import DataError, ModelError, ResourceError
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.parts import parts_of
 from stages.engines.media import with_media
@@ -247,8 +247,11 @@ def test_what_is_wrong_with_a_sound_is_said_by_row(tmp_path, inputs, content, me
         losses_of(tmp_path, inputs)
 
 
-def test_without_soundfile_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_without_a_decoder_of_sounds_no_row_is_bad_and_it_is_said_how_to_install_it(
+    tmp_path, inputs, monkeypatch, package
+):
     write_rows(inputs["rows"] / "data", ASKED, "completion")
-    monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(DataError, match="soundfile decodes, and that is not installed: run `make media`"):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ResourceError, match=r"soundfile and soxr decode, and these do not work .*: run `make media`"):
         losses_of(tmp_path, inputs)
