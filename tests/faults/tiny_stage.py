@@ -92,6 +92,13 @@ def linger():
     steps(pause_before=5 if is_first else None)
 
 
+def linger_twice():
+    """Act as a stage of ten steps that hangs before the sixth, and when run again from there before the eighth."""
+    checkpoint = WORK / "scratch" / "step"
+    done = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    steps(pause_before=next((step for step in (5, 7) if step > done), None))
+
+
 def wait():
     wait_for_release()
     result()
