@@ -79,7 +79,7 @@ class MethodEntry:
     idle: tuple[tuple[str, str], ...] = ()
     """Fields of the recipe that have no effect, each with the reason."""
     use_of_rows: str = "calibrated with"
-    """What is done by rows, in messages."""
+    """Verb, in messages, for what quantizing takes the rows for."""
     check: Callable[[Path], None] = lambda _: None
     """Function that raises a LifecycleError for a model folder, or a machine, of which only this method asks more."""
 
