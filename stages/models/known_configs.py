@@ -51,7 +51,7 @@ CONFIGS = {
     "glm 4.5 air": PublishedConfig(
         _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 106_852_251_264,
         "Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B); "
-        f"{_HUB} PrimeIntellect/INTELLECT-3, trained from it without its MTP layer",
+        f"{_HUB} PrimeIntellect/INTELLECT-3, trained from it (arXiv 2512.16144) without its MTP layer",
     ),
     "kimi k2": PublishedConfig(
         _sizes("deepseek_v3", 61, 7168, 64, 64) | {

@@ -32,6 +32,10 @@ OPTIONAL_SIZES = {
 """Config fields that are positive whole numbers, null for a default, or a list with one for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
 """Config fields for numbers and widths of experts: integers, 0 for none (Granite's dense hybrids), null, or a list."""
+MOST_LAYERS = 2048
+"""Largest number of layers, in any part of a model, that is planned or built: no model has more."""
+DEEPEST_PART = 4
+"""Number of objects in each other to which a config is searched for parts that have layers."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
 """Config fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
@@ -144,6 +148,7 @@ def check_config(facts: ModelFacts, where: str) -> None:
         problems += [f"text_config.{problem}" for problem in _problems(text)]
     else:
         problems.append(f"text_config is {text!r}, expected an object")
+    problems += _too_deep(facts.config)
     if problems:
         more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
         raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; correct this file or fetch it again")
@@ -277,6 +282,14 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}"
     yield from _dtypes(config)
     yield from _token_ids(config, ModelFacts(config).vocabulary_size)
+
+
+def _too_deep(config: Mapping[str, Any], inside: str = "") -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and inside.count(".") < DEEPEST_PART:
+            yield from _too_deep(value, f"{inside}{name}.")
+        elif name.endswith(("layers", "n_layer")) and is_size(value) and value > MOST_LAYERS:
+            yield f"{inside}{name} is {value}, expected at most {MOST_LAYERS}"
 
 
 def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:

@@ -47,7 +47,7 @@ from stages.models.shape import ModelShape
 
 LONGEST_REASON = 500
 HEADS: tuple[Head, ...] = ("tokens", "pictures")
-MOST_LAYERS, MOST_KINDS = 2048, 64
+MOST_KINDS = 64
 LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Bounds of the number of tokens of a short walk."""
 WALKED = "walked"

@@ -17,7 +17,7 @@ from stages.models.loading import load_config
 from stages.models.shape import ModelShape
 from stages.models.tower import Tower
 from stages.models.tower_walk import walk_towers
-from stages.models.walk import LONGEST_REASON, MOST_LAYERS, walk
+from stages.models.walk import LONGEST_REASON, walk
 
 
 def answer(text: str) -> dict[str, Any]:
@@ -28,7 +28,6 @@ def answer(text: str) -> dict[str, Any]:
     try:
         asked = json.loads(text)
         fields = asked["config"]
-        _check_size(fields)
         if (family := fields.get("model_type")) not in CONFIG_MAPPING:
             raise ModelError(
                 f"measuring the layers of a model: model_type is {family!r}, which this Transformers does not have; "
@@ -59,14 +58,3 @@ def _measured(config: Any, folder: Path) -> ModelShape:
             raise
         except Exception as error:  # such as a processor that needs a package: text can be planned
             print(f"a kind of media is not planned: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _check_size(fields: dict[str, Any]) -> None:
-    """Raise ModelError for a config of more layers than any model has, which would take all time and memory."""
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _check_size(value)
-        elif name.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
-            raise ModelError(
-                f"measuring the layers of a model: {name} is {value} in its {CONFIG_FILE}, which is damaged"
-            )

@@ -19,6 +19,7 @@ from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
 from stages.models.facts import GPT_FAMILIES, ROTARY_FAMILIES, ModelFacts
+from stages.models.model_folder import check_config
 from stages.models.shape import ModelShape
 
 PROGRAM = "stages.models.walk_program"
@@ -35,7 +36,9 @@ def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None)
 
     waiting: gets a line about what takes seconds, where something does.
     """
-    family = facts.config.get("model_type")
+    check_config(facts, "reading the model's config")
+    if (family := facts.config.get("model_type")) is None:
+        raise ModelError("reading the model's config: model_type, which names its family, is missing")
     if family in (*ROTARY_FAMILIES, *GPT_FAMILIES):
         return facts.shape
     text = question_about(facts)

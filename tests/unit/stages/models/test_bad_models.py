@@ -105,6 +105,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "config is nested deeply": (text("config.json", '{"a":' * 100_000), "nested too deeply"),
     "config is a list": (text("config.json", "[]"), "holds a JSON list"),
     "layers -1": (config(num_hidden_layers=-1), "num_hidden_layers is -1, expected a positive whole number"),
+    "a million layers": (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000, expected at most 2048"),
+    "a million layers of a tower": (
+        config(vision_config={"num_hidden_layers": 10**6}), r"vision_config\.num_hidden_layers is 1000000, expected",
+    ),
     "layers in quotes": (config(num_hidden_layers="4"), "num_hidden_layers is '4', expected"),
     "hidden null": (config(hidden_size=None), "hidden_size is None, expected"),
     "heads 0": (config(num_attention_heads=0), "num_attention_heads is 0, expected"),
