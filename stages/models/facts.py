@@ -181,6 +181,7 @@ def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
         max_positions=max_positions,
         norm_epsilon=fields.get("layer_norm_epsilon", 1e-5),
         has_split_plan=False,
+        packs=family in positions,  # the others' biases by distance (ALiBi) are in no fused attention
     )
 
 

@@ -152,6 +152,8 @@ class LayerKind:
     kept_fp32: KeptBytes
     num_split_parameters: int = 0
     """Number of parameters without routed experts that a plan of tensor parallelism splits."""
+    carries_state: bool = False
+    """True if tokens get something from those before them by other ways than attention, such as a convolution."""
     ends_in_sum: bool = False
     """True if the last weight is one whose products are summed over processes: no norm needs the sum (as OLMo 2's)."""
 

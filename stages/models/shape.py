@@ -70,6 +70,10 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     has_split_plan: bool = True
     """True if Transformers has a plan of tensor parallelism for the family, which splits all that is by heads."""
+    split_flaw: str = ""
+    """Reason, as a clause, why a model split by that plan computes something else, as a walk sees it; empty: none."""
+    packs: bool = True
+    """True if documents are trained packed in rows; False if each must be a row of its own."""
     kinds: tuple[LayerKind, ...] = ()
     """Kinds of layers as a walk has measured them, which say more than the fields above; (): those say it all."""
     former_names: tuple[tuple[str, str], ...] = ()

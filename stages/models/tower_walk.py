@@ -22,11 +22,11 @@ from transformers import AttentionInterface
 from transformers.initialization import no_init_weights
 
 from stages.core.errors import ModelError
-from stages.models.layer_kinds import PlannedSplit
 from stages.models.layers import signature, text_layers, transformer_layers
 from stages.models.loading import build_model, class_with_head, load_feature_extractor, load_image_processor
 from stages.models.media import TOWERS, ModelPart
 from stages.models.parts import parts_of, passed_by, towers_of
+from stages.models.split_states import PlannedWeight
 from stages.models.tower import (
     SPECTROGRAM,
     USUAL_SECONDS,
@@ -50,7 +50,7 @@ NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 class _TowerWalk(Walk):
     """Walk on which integers have values, since they stay on the CPU; it counts pairs of patches that attend."""
 
-    def __init__(self, num_layers: int, weights: dict[int, PlannedSplit | None], constants: set[int]) -> None:
+    def __init__(self, num_layers: int, weights: dict[int, PlannedWeight], constants: set[int]) -> None:
         super().__init__(num_layers, weights, constants, num_experts=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +246,7 @@ class _Tower:
         """Walk through the tower with a medium. weights: those whose products count as such; by default all."""
         counted = {one.untyped_storage()._cdata for one in weights or self._model.parameters()}
         constants = {one.untyped_storage()._cdata for one in (*self._model.parameters(), *self._model.buffers())}
-        walk = _TowerWalk(len(self._layers), dict.fromkeys(counted), constants)
+        walk = _TowerWalk(len(self._layers), dict.fromkeys(counted, PlannedWeight("")), constants)
         Walk.current = walk
         with walk.watching(self._layers, self._marks), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
             self._call(medium)

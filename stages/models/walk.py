@@ -7,9 +7,9 @@ Transformers' own classes are built.
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,13 +30,11 @@ from stages.core.redaction import shortened
 from stages.models.adapter_targets import FORMER_NAMES, is_named
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.layer_kinds import (
-    STYLES,
     Attention,
     KeptBytes,
     LayerKind,
     LayerRole,
     Linear,
-    PlannedSplit,
     StackedParameter,
     is_expert,
     splits_heads,
@@ -44,6 +42,7 @@ from stages.models.layer_kinds import (
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
 from stages.models.loading import Head, build_model, class_with_head
 from stages.models.shape import ModelShape
+from stages.models.split_states import PlannedWeight, SplitStates, planned_weights
 
 LONGEST_REASON = 500
 HEADS: tuple[Head, ...] = ("tokens", "pictures")
@@ -52,6 +51,8 @@ LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Bounds of the number of tokens of a short walk."""
 WALKED = "walked"
 """Name of the attention by which a walk replaces a model's own."""
+CHUNKED = "chunked_attention"
+"""Type of layers whose tokens attend within chunks, by a mask that attention which is replaced does not see."""
 _NAMED_AS = {"mixtral": FORMER_NAMES["mixtral"], "qwen2_moe": FORMER_NAMES["qwen3_moe"]}
 """Former names of experts' linear layers, by the family whose ones PEFT accepts."""
 LEAST_BY_PAIR = 1.0
@@ -109,9 +110,9 @@ class Walk(TorchDispatchMode):
     current: Walk
 
     def __init__(
-        self, num_layers: int, weights: dict[int, PlannedSplit | None], constants: set[int], num_experts: int
+        self, num_layers: int, weights: dict[int, PlannedWeight], constants: set[int], num_experts: int
     ) -> None:
-        """Create a walk. weights: storages of a model's parameters, and how a plan splits each; constants: buffers'."""
+        """Create a walk. weights: a model's, by their storages; constants: storages of buffers."""
         super().__init__()
         self.seen = [Seen() for _ in range(num_layers)]
         self.outside = Seen()
@@ -121,8 +122,9 @@ class Walk(TorchDispatchMode):
         self._weights, self._num_experts = weights, num_experts
         self._kept: set[int] = set()
         self._ran: dict[Any, _Ran] = {}
-        self._split: set[int] = set()
-        """Storages of results between split matrices."""
+        self.split = SplitStates(weights, constants)
+        self.packs = True
+        """True if all attention knows where documents end, and needs to know no more of pairs of tokens."""
         self._not_counted = weights.keys() | constants
         self._alive: list[Any] = []
         """Storages that were met: a new one would get the number of one that is gone."""
@@ -136,7 +138,8 @@ class Walk(TorchDispatchMode):
             share = 1 if first.ndim == 1 or not self._num_experts else self._num_experts
             return first.new_empty((max(1, first.numel() // share), first.ndim), dtype=torch.int64)
         output = self._called(func, args, kwargs or {})
-        self._follow(tree_leaves((args, kwargs)), tree_leaves(output))
+        if (ends_in_sum := self.split.follow(func, tree_leaves((args, kwargs)), tree_leaves(output))) is not None:
+            self._now.ends_in_sum = ends_in_sum
         if isinstance(output, Tensor) and (storage := output.untyped_storage())._cdata not in self._not_counted:
             self._now.largest_bytes = max(self._now.largest_bytes, storage.nbytes())
         if flops := _flops(func._overloadpacket, args, kwargs or {}, output):
@@ -148,18 +151,6 @@ class Walk(TorchDispatchMode):
                 self._now.state_flops += flops
         return output
 
-    def _follow(self, given: list[Any], results: list[Any]) -> None:
-        """Note whether results would be split: by columns of a weight, and all made of them up to one by rows."""
-        storages = [one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)]
-        styles = {self._weights.get(one) for one in storages}
-        if self._weights.keys() & {*storages}:
-            self._now.ends_in_sum = bool(styles & {"rows", "cut rows"})
-        if ("columns" in styles or self._split & {*storages}) and styles <= {"columns", None}:
-            for one in results:
-                if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in self._not_counted:
-                    self._split.add(storage._cdata)
-                    self._alive.append(storage)
-
     @staticmethod
     def _called(func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
@@ -167,8 +158,9 @@ class Walk(TorchDispatchMode):
             return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
         return func(*args, **kwargs)
 
-    def attend(self, seen: Attention, num_pairs: int) -> None:
-        """Record a call of attention. num_pairs: of queries and keys, masked ones included."""
+    def attend(self, seen: Attention, num_pairs: int, by_document: bool) -> None:
+        """Record a call of attention. num_pairs: of queries and keys, masked ones included; by_document: as `packs`."""
+        self.packs &= by_document
         self._now.attention.append(seen)
         self._now.attention_products += num_pairs * seen.work.width
 
@@ -178,7 +170,7 @@ class Walk(TorchDispatchMode):
             self._keep(tensor)
             storage = tensor.untyped_storage()
             self._now.kept_bytes += storage.nbytes()
-            self._now.split_bytes += storage.nbytes() * (storage._cdata in self._split)
+            self._now.split_bytes += storage.nbytes() * (storage._cdata in self.split)
         return tensor
 
     def _is_kept(self, tensor: Tensor) -> bool:
@@ -224,8 +216,9 @@ class Walk(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, layer: nn.Module, given: Any, output: Any) -> None:
         self._now = self.outside
+        self.split.leave(tree_leaves(output)[:1], type(layer).__name__)
 
     def _at_experts(self, inside: bool) -> None:
         self._in_experts = inside
@@ -292,12 +285,14 @@ def attend(
     value: Tensor,
     attention_mask: None,
     sliding_window: int | None = None,
+    documents: bool = False,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stand in for attention; Transformers calls it. query: [rows, heads, tokens, width]."""
+    """Stand in for attention; Transformers calls it. query: [rows, heads, tokens, width]; documents: passed on."""
     rows, heads, num_queries, width = query.shape
     seen = Attention(heads, key.shape[1], width, value.shape[3], sliding_window)
-    Walk.current.attend(seen, rows * num_queries * key.shape[2])
+    Walk.current.attend(seen, rows * num_queries * key.shape[2], documents and position_bias is None)
     return _Attention.apply(query, key, value), None
 
 
@@ -354,12 +349,9 @@ class _Model:
         short, long, frozen = self._run(tokens), self._run(2 * tokens), self._run(2 * tokens, learns=False)
         self._model.float()
         wide, wide_frozen = self._run(2 * tokens), self._run(2 * tokens, learns=False)
-        kinds = tuple(
-            self._kind(
-                layers, _Measured(tokens, *(one.seen[layers[0]] for one in (short, long, frozen, wide, wide_frozen)))
-            )
-            for layers in self._kinds
-        )
+        walks = short, long, frozen, wide, wide_frozen
+        measured = [_Measured(tokens, *(one.seen[layers[0]] for one in walks)) for layers in self._kinds]
+        kinds = tuple(self._kind(layers, one) for layers, one in zip(self._kinds, measured, strict=True))
         vocab_size, hidden_size = self._embedding_size
         of_layers = sum(len(one.layers) * (one.num_parameters + one.num_expert_parameters) for one in kinds)
         widest = max((one for kind in kinds for one in kind.attention), key=lambda one: one.work.width, default=None)
@@ -381,6 +373,8 @@ class _Model:
             dense_layers=frozenset(dense) if experts else frozenset(),
             max_positions=getattr(self._text, "max_position_embeddings", None),
             has_split_plan=splits_heads(self._text.base_model_tp_plan or {}, self._parameters),
+            packs=long.packs and not any(one.pair_products for one in measured) and CHUNKED not in self._types,
+            split_flaw=long.split.flaw or self._flaw_around_text(tokens),
             kinds=kinds,
             former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
@@ -407,33 +401,38 @@ class _Model:
         # A family's own attention may have a table of as many positions.
         return tokens if self._is_replaced else min(tokens, (ModelFacts(vars(self._text)).max_positions or tokens) // 2)
 
-    def _run(self, tokens: int, *, learns: bool = True) -> Walk:
-        """Walk through the model with a row of tokens, with all weights learning or all frozen, as below an adapter."""
+    def _run(self, tokens: int, *, learns: bool = True, whole: bool = False) -> Walk:
+        """Walk through the model with a row of tokens, with all weights learning or all frozen, as below an adapter.
+
+        whole: through all that training runs for text, which in a model that sees surrounds the text's own decoder.
+        """
         self._model.requires_grad_(learns)
-        weights = {one.untyped_storage()._cdata: split for one, split in self._splits()}
+        weights = {one.untyped_storage()._cdata: planned for one, planned in planned_weights(self._model)}
         constants = {one.untyped_storage()._cdata for one in self._model.buffers()}
         walk = Walk(len(self._layers), weights, constants, self._num_experts)
         Walk.current = walk
         decoder = parts_for_text(self._model)[0]
-        decoder = decoder_of(self._model) if decoder is self._model else decoder
+        if whole or decoder is self._model:
+            decoder = decoder_of(self._model)
+        parameters = inspect.signature(decoder.forward).parameters.values()
+        passed = {"documents": True} if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters) else {}
         hook = self._model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
         try:
             marks = self._marks[: len(self._layers)]
             with walk.watching(self._layers, marks), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
                 ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-                decoder(input_ids=ids, use_cache=False)
+                decoder(input_ids=ids, use_cache=False, **passed)
         finally:
             hook.remove()
         walk.finish()
         return walk
 
-    def _splits(self) -> Iterator[tuple[nn.Parameter, PlannedSplit | None]]:
-        """Yield each parameter with how Transformers' plan of tensor parallelism, if there is one, splits it."""
-        plan = self._model.tp_plan if self._text.base_model_tp_plan else {}
-        for name, parameter in self._model.named_parameters():
-            pattern = re.sub(r"\.\d+\.", ".*.", name)
-            style = plan.get(pattern, plan.get(pattern.rpartition(".")[0], ""))
-            yield parameter, next((split for end, split in STYLES.items() if end in style), None)
+    def _flaw_around_text(self, tokens: int) -> str:
+        """Return what around a seeing model's layers of text does not go with split weights; empty: nothing."""
+        with suppress(Exception):  # of code beside towers that a walk cannot go through
+            if parts_for_text(self._model)[0] is not self._model:
+                return self._run(tokens, whole=True).split.flaw
+        return ""
 
     @property
     def _num_experts(self) -> int:
@@ -442,7 +441,7 @@ class _Model:
     def _kind(self, layers: tuple[int, ...], measured: _Measured) -> LayerKind:
         own, module, (prefix, offset) = self._parameters[layers[0]], self._layers[layers[0]], self._places[layers[0]]
         in_experts = sum(one.numel() for name, one in own.items() if is_expert(name))
-        splits = {id(one): split for one, split in self._splits()}
+        splits = {id(one): planned.split for one, planned in planned_weights(self._model)}
         stacked = tuple(replace(one, split=splits[id(own[one.name])]) for one in _stacked(own))
         of_expert = sum(one.inputs * one.outputs for one in stacked if not one.is_router)
         routed = computed = 0
@@ -450,6 +449,7 @@ class _Model:
             computed = round(measured.expert_products / of_expert)
             known = getattr(self._text, "num_experts_per_tok", None)
             routed = known if isinstance(known, int) else computed
+        attention = self._attention(measured, self._types[layers[0]])
         return LayerKind(
             layers=layers,
             prefix=prefix,
@@ -460,13 +460,14 @@ class _Model:
             experts_computed=max(routed, computed),
             products=measured.weight_products + (routed * of_expert if of_expert else measured.expert_products),
             state_products=measured.state_products,
-            attention=self._attention(measured, self._types[layers[0]]),
+            attention=attention,
             linears=tuple(
                 replace(one, split=splits.get(id(module.get_parameter(f"{one.name}.weight"))))
                 for one in measured.linears(module, self._embedding_size[1])
             ),
             stacked=(*stacked, *self._routers(own)) if stacked else (),
             ends_in_sum=measured.long.ends_in_sum,
+            carries_state=not attention or any(isinstance(one, nn.Conv1d) for one in module.modules()),
             kept_bf16=measured.kept(measured.long, measured.frozen),
             kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
             num_split_parameters=sum(
@@ -483,7 +484,7 @@ class _Model:
     def _attention(self, measured: _Measured, layer_type: str | None) -> tuple[Attention, ...]:
         """Return a layer's attention as it was called, or, from its products, where it cannot be replaced."""
         if not measured.pair_products:
-            if layer_type != "chunked_attention":
+            if layer_type != CHUNKED:
                 return tuple(measured.long.attention)
             return tuple(replace(one, window_tokens=self._text.attention_chunk_size) for one in measured.long.attention)
         heads = getattr(self._text, "num_attention_heads", None) or 1

@@ -27,7 +27,7 @@ LIMIT_S = 120.0
 LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
 """Largest config.json that is walked, and largest answer that is kept, in bytes."""
 LONGEST_REASON = 300
-REVISION = 13
+REVISION = 14
 """Number of what a walk measures: answers of another are measured again."""
 
 

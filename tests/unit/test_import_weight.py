@@ -49,7 +49,7 @@ RULES = [
     (r"stages\.data\.template_program", set()),
     (r"stages\.data(\..*)?", DATA),
     (
-        r"stages\.models\.(layers|loaded_weights|parts|start_up|stored_tensors|tower_walk|transformers_flops|walk|walk_answer|walk_program)",
+        r"stages\.models\.(layers|loaded_weights|parts|split_states|start_up|stored_tensors|tower_walk|transformers_flops|walk|walk_answer|walk_program)",
         MODELS - {"peft"},
     ),
     (r"stages\.models\.tokenizer_check", {"tokenizers"}),

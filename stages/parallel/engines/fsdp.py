@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import ClassVar
 
 from stages.core.shipped import shipped
-from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
 from stages.models.linear_layers import linear_layers
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import APART, UNTRIED, EngineRules, Feature
@@ -89,9 +88,6 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if not shape.has_split_plan:
         yield f"layout: tp {layout.tp}, but Transformers has no {plan}"
         return
-    if shape.family in WRONG_PLANS:
-        yield f"layout: tp {layout.tp}, but Transformers' {plan} does not compute what the whole model does"
-        return
     kv_heads = {one.num_kv_heads for kind in shape.kinds for one in kind.attention} or {shape.num_kv_heads}
     sizes = [
         *((number, "attention heads") for number in sorted(_heads(shape))),
@@ -100,6 +96,11 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     ]
     if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
         yield f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}"
+    elif shape.split_flaw:
+        yield (
+            f"layout: tp {layout.tp}, but Transformers' {plan} does not compute what the whole model does: "
+            f"{shape.split_flaw}"
+        )
 
 
 @lru_cache(maxsize=256)
@@ -121,9 +122,9 @@ def _token_errors(shape: ModelShape) -> Iterator[str]:
 def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why `cp` processes cannot share the model's tokens: something but attention runs along them."""
     shares = f"layout: cp {layout.cp} shares the tokens of a document, but"
-    if shape.family in IN_ROWS:
+    if not shape.packs:
         yield f"{shares} documents of {shape.family} train as rows of their own"
-    elif stateful := [kind for kind in shape.kinds if not kind.attention or shape.family in WITH_STATES_BESIDE]:
+    elif stateful := [kind for kind in shape.kinds if kind.carries_state]:
         layers = ", ".join(str(layer) for layer in sorted(layer for kind in stateful for layer in kind.layers)[:5])
         yield f"{shares} layers of {shape.family} ({layers}) carry a state along them"
 

@@ -20,8 +20,8 @@ from stages.planner.workload import RowMedia, StateBytes, Workload
 
 H100, WORK = HARDWARE["h100-80gb"], Workload(4096, 96)
 DENSE, MIXTURE = KNOWN["qwen2.5 7b"], KNOWN["qwen3 30b"]  # 28 heads of 4 keys; 128 experts
-UNPLANNED, WRONG = replace(DENSE, has_split_plan=False, family="lfm2"), replace(DENSE, family="apertus")
-IN_ROWS = replace(DENSE, family="nemotron")
+UNPLANNED, WRONG = replace(DENSE, has_split_plan=False, family="lfm2"), replace(DENSE, split_flaw="a sum is lost")
+IN_ROWS = replace(DENSE, packs=False)
 NF4, EVA, EXPERTS = (
     replace(WORK, adapter=PlannedAdapter(8, **options))
     for options in (

@@ -31,6 +31,7 @@ from stages.planner.split import split_values
 from stages.planner.workload import Workload
 from tests.zoo.models import tiny_config
 from tests.zoo.planning import MOST_FLOPS_ERROR, built, forward_flops
+from tests.zoo.splitting import fields_to_split
 from tests.zoo.text import SPLIT
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -146,6 +147,8 @@ def test_formulas_and_walks_agree(family, fields):
     assert found.dense_layers == expected.dense_layers
     assert found.kv_cache_bytes(7, 2, 1) == expected.kv_cache_bytes(7, 2, 1)
     assert found.has_split_plan == expected.has_split_plan == (family in ROTARY_FAMILIES)
+    assert found.packs == expected.packs == (family not in ("bloom", "mpt"))
+    assert not found.split_flaw and not any(kind.carries_state for kind in found.kinds)
     assert split_values(found) == pytest.approx(split_values(expected))
 
 
@@ -245,6 +248,29 @@ def test_a_plan_must_split_what_layers_have_by_heads(family, fields, is_split):
     """Cohere's norms have a row for each head, which its plan does not name; Granite's sinks are a vector of them."""
     config = AutoConfig.for_model(family, **{**SPLIT, **fields})
     assert walk(config).has_split_plan is is_split
+
+
+@pytest.mark.parametrize(
+    ("family", "flaw"),
+    [
+        ("apertus", "gradients of model.layers.0.mlp.act_fn.alpha_p"),
+        ("qwen3_vl_moe", "gradients of model.language_model.layers.0.self_attn.q_norm.weight"),
+        ("gemma3n_text", "code sums over states"),
+        ("llama4_text", "Llama4TextDecoderLayer gives parts of states to the next layer"),
+        ("gemma4", "code beside the embedding reads its weights"),
+    ],
+)
+def test_a_walk_sees_what_a_plan_would_change(family, flaw):
+    assert flaw in walk(tiny_config(family, **fields_to_split(family))).split_flaw
+
+
+def test_what_a_plan_would_change_is_a_matter_of_the_config_not_of_the_family():
+    """Gemma 3n leaves no activations out here, and Gemma 4 has no embeddings for each layer."""
+    config = tiny_config("gemma3n_text", activation_sparsity_pattern=[0.0] * 4, num_key_value_heads=2)
+    assert not walk(config).split_flaw
+    config = tiny_config("gemma4", **fields_to_split("gemma4"))
+    config.text_config.hidden_size_per_layer_input = 0
+    assert not walk(config).split_flaw
 
 
 def test_a_walked_model_is_refused_by_megatron():

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[4]
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
 )
-STATEFUL = LayerKind((0,), "layers", 0, 1, 0, 0, 0, 1.0, 1.0, (), (), (), KeptBytes(0, 0), KeptBytes(0, 0))
+STATEFUL = LayerKind(
+    (0,), "layers", 0, 1, 0, 0, 0, 1.0, 1.0, (), (), (), KeptBytes(0, 0), KeptBytes(0, 0), carries_state=True
+)
 MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2, expert_ffn_size=128)
 
 
@@ -119,11 +121,19 @@ ILLEGAL = [
         ["tp 2, but Transformers has no plan of tensor parallelism for lfm2", "set `dp_shard: 4` and `tp: 1`"],
     ),
     (
-        {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="apertus")},
-        ["plan of tensor parallelism for apertus does not compute what", "set `dp_shard: 4` and `tp: 1`"],
+        {
+            "engine": "fsdp",
+            "tp": 2,
+            "dp_shard": 2,
+            "shape": replace(DENSE, family="apertus", split_flaw="sums are missing"),
+        },
+        [
+            "plan of tensor parallelism for apertus does not compute what the whole model does: sums are missing",
+            "set `dp_shard: 4` and `tp: 1`",
+        ],
     ),
     (
-        {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="nemotron")},
+        {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="nemotron", packs=False)},
         ["cp 2", "documents of nemotron train as rows of their own", "set `dp_shard: 4` and `cp: 1`"],
     ),
     (
