@@ -38,15 +38,15 @@ def read_key() -> str | None:
         return None
 
 
-def read_named_key() -> str | None:
-    """Return the password in the key file that the environment names, or None. Raises `ServerError` for a bad file."""
-    named = os.environ.get(KEY_FILE_VARIABLE)
+def read_named_key(variable: str = KEY_FILE_VARIABLE) -> str | None:
+    """Return the password in the key file that a variable names, or None. Raises `ServerError` for a bad file."""
+    named = os.environ.get(variable)
     if not named:
         return None
     try:
-        return _read(Path(named), f"the servers ({KEY_FILE_VARIABLE})", _CORRECT)
+        return _read(Path(named), f"the servers ({variable})", _CORRECT)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ServerError(f"reading the key that {KEY_FILE_VARIABLE} names: there is no {named}; {_CORRECT}") from error
+        raise ServerError(f"reading the key that {variable} names: there is no {named}; {_CORRECT}") from error
 
 
 def _read(path: Path, of: str, remedy: str) -> str:

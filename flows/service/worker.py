@@ -2,9 +2,9 @@
 
 python -m flows.service.worker [DESCRIPTOR]
 
-`lifecycle up` starts it with a socket that listens already, on which it answers `/health`, and `/metrics` to those who
-have the servers' key (default: the address in Prefect's settings). It ends on SIGTERM. A refresh runs in a process of
-its own, which survives the worker.
+`lifecycle up` starts it with a socket that listens already, on which it answers `/health`, `/metrics` to those who
+have the servers' key, and `/approvals` to a signing-in proxy (default: the address in Prefect's settings). It ends on
+SIGTERM. A refresh runs in a process of its own, which survives the worker.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ from flows.running.refresh import refresh
 from flows.servers.keyed import USER, read_key, read_named_key
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
+from flows.service.approval_door import PROXY_KEY_VARIABLE, add_approvals
 from flows.service.reaper import Reaper
 from flows.service.reserve import keep_reserve
 from flows.store.policy import policy_file
@@ -189,6 +190,7 @@ async def work(public: socket.socket | None) -> None:
     worker._get_scheduled_flow_runs = DueRuns(worker).get
     answering = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
     add_metrics(answering.config.app, read_key() or read_named_key())
+    add_approvals(answering.config.app, read_named_key(PROXY_KEY_VARIABLE))
     threading.Thread(target=answering.run, args=([public] if public else None,), daemon=True).start()
     await worker.start(with_healthcheck=False)
 

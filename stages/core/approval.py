@@ -30,7 +30,7 @@ class ApprovalConfig(StrictModel):
 
     by: tuple[Annotated[str, Field(pattern=GROUP_NAME, max_length=128)], ...] = Field(
         min_length=1,
-        description="Groups of the operating system; a member of any of them decides.",
+        description="Groups of the operating system, or of a signing-in proxy; a member of any of them decides.",
     )
     within_hours: PositiveFloat = Field(
         DEFAULT_HOURS, description="Hours to decide; after that, the candidate counts as rejected."

@@ -1,12 +1,15 @@
 """Promotions that a person must approve: nothing happens without it, and what a kill cuts short is completed once."""
 
+import asyncio
 import grp
 import os
 import pwd
 import shutil
 
+import httpx
 import pytest
 from click.testing import CliRunner
+from fastapi import FastAPI
 from mlflow import MlflowClient
 
 from flows.champion import approvals
@@ -17,6 +20,8 @@ from flows.ledger.people import Person
 from flows.ledger.refreshes import REPORT_FILE, ledger_of
 from flows.running.refresh import final_state
 from flows.running.runner import run_stage
+from flows.servers.keyed import read_named_key
+from flows.service.approval_door import PROXY_KEY_VARIABLE, add_approvals
 from flows.store.collect import find_garbage, verify
 from flows.store.content import is_pending
 from stages.core.approval import AWAITED, read_approval, read_result
@@ -101,6 +106,67 @@ def test_a_candidate_that_keeps_all_gates_waits_and_is_promoted_once_somebody_ap
     assert read_promoted(folders, "promote").approval == approval
     with pytest.raises(ApprovalError, match=r"was approved by anna on .*; to change that, judge it again"):
         decided(NAME, built.version, "approved", BEN, WHY)
+
+
+def door(tmp_path, monkeypatch, key="k" * 40):
+    """Open the worker's door for approvals; return a function that asks there as a signing-in proxy does."""
+    (file := tmp_path / "proxy.key").write_text(f"lifecycle:{key}\n")
+    file.chmod(0o600)
+    monkeypatch.setenv(PROXY_KEY_VARIABLE, str(file))
+    application = FastAPI()
+    add_approvals(application, read_named_key(PROXY_KEY_VARIABLE))
+
+    def ask(method="POST", user="anna", groups="staff,release", key=key, **request):
+        names = [user] if isinstance(user, str) else user
+        headers = [("X-Forwarded-Groups", groups), *(("X-Forwarded-User", name) for name in names)]
+        path = "/approvals" if method == "GET" else f"/approvals/{NAME}"
+        return asked(application, method, path, headers=headers, auth=key and ("lifecycle", key), **request)
+
+    return ask
+
+
+def asked(application, method, path, **request):
+    async def answer():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://worker") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(answer())
+
+
+def test_a_door_for_the_signing_in_proxy_believes_no_one_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    decision = {"decision": "approved", "why": WHY}
+    ask = door(tmp_path, monkeypatch)
+    for wrong in (None, "k", "K" * 40):
+        assert ask("GET", key=wrong).status_code == ask(key=wrong, json=decision).status_code == 401
+    for user in ([], ["anna", "ben"], "", "a" * 201):
+        refused = ask(user=user, json=decision)
+        assert (refused.status_code, "expected one name in x-forwarded-user" in refused.text) == (403, True)
+    assert ask(data=decision).status_code == 415, "a form of another site"
+    for field in ({"decision": "maybe"}, {"why": None}, {"by": "ben"}, {"why": "x" * 20_000}):
+        assert ask(json={**decision, **field}).status_code == 422
+    closed = FastAPI()
+    add_approvals(closed, None)
+    assert asked(closed, "GET", "/approvals").status_code == 404, "there is no door without a key"
+
+
+@pytest.mark.nightly
+def test_a_member_of_the_group_by_the_words_of_the_proxy_approves_over_http(store, registry, tmp_path, monkeypatch):
+    become_champion(registry, "former")
+    built = offered(store)
+    decision = {"version": built.version, "decision": "approved", "why": WHY}
+    ask = door(tmp_path, monkeypatch)
+    (waits,) = ask("GET").json()
+    assert (waits["name"], waits["version"], waits["groups"]) == (NAME, built.version, ["release", "leads"])
+    refused = ask(user="ben", groups="staff", json=decision)
+    assert (refused.status_code, number_of(registry)) == (403, "1")
+    assert "ben may not decide, expected a member of release or leads" in refused.text
+    approved = ask(json=decision)
+    assert (approved.status_code, number_of(registry)) == (200, "2"), approved.text
+    assert "was approved by anna on 20" in approved.text
+    assert ask("GET").json() == []
+    again = ask(json=decision)
+    assert (again.status_code, "to change that, judge it again" in again.text) == (403, True)
 
 
 @pytest.mark.nightly

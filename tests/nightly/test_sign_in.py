@@ -25,8 +25,10 @@ MODULES = Path("/usr/lib/apache2/modules")
 LOADED = ("mpm_event", "authn_core", "authz_core", "authz_user", "headers", "proxy", "proxy_http", "auth_openidc")
 KEY = "a" * 64
 MALLORY = "mallory@example.com"
-FORGED = ("X_Forwarded_User", "X-Forwarded_User", "X_Forwarded-User", "Forwarded")
+FORGED = tuple(f"X{one}Forwarded{other}{what}" for what in ("User", "Groups") for one in "-_" for other in "-_")
+FORGED += ("Forwarded",)
 FORGED += tuple(f"X-Forwarded-{name}" for name in ("For", "Host", "Prefix", "Proto"))
+GROUPS = ["release managers", "leads"]
 ALICE, BOB = "alice@example.com", "bob@example.com"
 MOCK = "oidc-provider-mock==0.3.4"
 
@@ -64,7 +66,7 @@ def provider(tmp_path_factory):
     with running([python, "-m", "oidc_provider_mock", f"--port={port}"], folder, port):
         url = f"http://localhost:{port}"
         for email in (ALICE, BOB):
-            fields = {"email": email, "email_verified": email == ALICE}
+            fields = {"email": email, "email_verified": email == ALICE, "groups": GROUPS}
             known = httpx.put(f"{url}/users/{urllib.parse.quote(email)}", json=fields)
             assert known.is_success, known.text
         yield url
@@ -98,7 +100,8 @@ def pages(provider, tmp_path):
     if os.getuid() == 0:
         main += ["User www-data", "Group www-data"]
     with serving(Server) as server:
-        main += [f"<VirtualHost *:{port}>", f"Define PAGES {server}", f"Include {SETTINGS}", "</VirtualHost>"]
+        defined = [f"Define PAGES {server}", "Define PAGES_KEY ${LIFECYCLE_SERVERS_KEY}"]
+        main += [f"<VirtualHost *:{port}>", *defined, f"Include {SETTINGS}", "</VirtualHost>"]
         (tmp_path / "apache.conf").write_text("\n".join(main) + "\n")
         named = {"OIDC_ISSUER": provider, "OIDC_CLIENT_ID": "pages", "OIDC_CLIENT_SECRET": "secret"}
         command = ["/usr/sbin/apache2", "-DFOREGROUND", "-f", tmp_path / "apache.conf"]
@@ -109,7 +112,7 @@ def pages(provider, tmp_path):
 def test_pages_are_shown_to_those_who_have_signed_in_and_to_no_one_else(pages, provider):
     url, got = pages
     with httpx.Client() as browser:
-        forged = dict.fromkeys(("X-Forwarded-User", "OIDC_CLAIM_email", *FORGED), MALLORY)
+        forged = dict.fromkeys(("OIDC_CLAIM_email", "OIDC_CLAIM_groups", *FORGED), MALLORY)
         sent_away = browser.get(url, headers=forged)
         assert sent_away.status_code == 302 and sent_away.headers["location"].startswith(provider)
         assert got == []
@@ -123,6 +126,7 @@ def test_pages_are_shown_to_those_who_have_signed_in_and_to_no_one_else(pages, p
     assert (page.status_code, page.text) == (200, "the page of the runs")
     (headers,) = got
     assert headers.get_all("X-Forwarded-User") == [ALICE]
+    assert headers.get_all("X-Forwarded-Groups") == [",".join(GROUPS)]
     assert headers.get_all("Authorization") == ["Basic " + base64.b64encode(f"lifecycle:{KEY}".encode()).decode()]
     assert MALLORY not in str(headers)
     assert not [name for name in headers if re.search("oidc|token", name, re.IGNORECASE)]

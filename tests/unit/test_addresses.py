@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINES = {
+    "flows.champion.decide": "the worker, for each decision that comes by HTTP",
     "flows.champion.key": "plans of every version that runs beside this one",
     "flows.champion.promotion": "the stage process of a promotion, and its hook",
     "flows.launch.away_task": "pods without a shared volume",
@@ -53,7 +54,7 @@ SETTINGS = {
     *("LIFECYCLE_ATTENTION", "LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
     *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
     *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_LOG", "LIFECYCLE_MLFLOW", "LIFECYCLE_TRACKERS"),
-    *("LIFECYCLE_VLLM",),
+    *("LIFECYCLE_VLLM", "LIFECYCLE_PROXY_KEY_FILE"),
 }
 """Environment variables that people and processes of earlier versions set, so that they must keep their names."""
 STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")
