@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo azurite buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite buildah evalscope llama-cpp mcp media ray shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -166,6 +166,15 @@ skypilot: .venv-skypilot/.ready
 	@$(INSTALL) --python .venv-skypilot/bin/python --requirement $<
 	@touch $@
 
+# Only for the nightly part `ray`.
+ray: .venv-ray/.ready
+
+.venv-ray/.ready: $(PINS)/ray.txt | .venv/bin/uv
+	@echo "Installing Ray into .venv-ray …"
+	@$(PYTHON) -m venv .venv-ray
+	@$(INSTALL) --python .venv-ray/bin/python --requirement $<
+	@touch $@
+
 # Only for the nightly part `object storage`: Azure's storage on this machine, which needs Node.js.
 azurite: build/azurite/node_modules/.bin/azurite-blob
 
@@ -196,6 +205,7 @@ lock: .venv/bin/uv
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
+	$(COMPILE) $(PINS)/ray.in -o $(PINS)/ray.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
 	sed -i -E '/^($(BUILT_FOR_A_DEVICE))==/,/^    # via/ { s/^(torch==[0-9.]*)\+cpu/\1/; s/ \\$$//; /--hash=/d }' $(PINS)/*.txt
 	$(subst 3.11,3.12,$(COMPILE)) --no-deps $(addprefix --constraint $(PINS)/,pipeline.txt test.txt) \
@@ -216,4 +226,4 @@ release: .venv/bin/uv
 	$(UV) build --wheel --clear
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-skypilot
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-skypilot .venv-ray

@@ -155,7 +155,7 @@ def _gpus() -> list[Finding]:
 
 
 def _clusters() -> list[Finding]:
-    """List the clusters (Slurm, Kubernetes) that this machine can submit to; a refresh needs none."""
+    """List the clusters that this machine can submit to; a refresh needs none."""
     ways_in = {launcher: cluster.way_in() for launcher, cluster in CLUSTERS.items()}
     return [Finding(launcher, "ok", way_in) for launcher, way_in in ways_in.items() if way_in]
 

@@ -1,4 +1,4 @@
-"""Program that submits a stage as a job to Slurm or Kubernetes and follows the job until the stage has ended.
+"""Program that submits a stage as a job to a cluster and follows the job until the stage has ended.
 
 python -m flows.launch.agent WORK_FOLDER
 

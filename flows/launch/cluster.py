@@ -1,8 +1,8 @@
-"""Launching of a stage as a cluster job, on Slurm or Kubernetes, and the registry of such launchers.
+"""Launching of a stage as a cluster job, on Slurm, Kubernetes or Ray, and the registry of such launchers.
 
 The home has the same path here and on the nodes: on a disk that they share, or on one of their own, whose files come
-and go through a bucket. So has this code with Slurm; with Kubernetes it is in the image. The job's output, metrics and
-events go to the files of the work folder.
+and go through a bucket. So has this code with Slurm and Ray; with Kubernetes it is in the image. The job's output,
+metrics and events go to the files of the work folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from flows.launch import kubernetes, local, slurm
+from flows.launch import kubernetes, local, ray, slurm
 from flows.launch.cluster_job import BUCKET_PATIENCE_S, HEARTBEAT_PATIENCE_S, Cluster, JobFolder, JobOrder
 from flows.ledger.home import home
 from flows.store.content import LOG_FILE
@@ -22,7 +22,7 @@ from stages.core.errors import LifecycleError
 from stages.core.launchers.registry import LauncherBlocks
 from stages.core.supervised import SupervisedProcess
 
-CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
+CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER, "ray": ray.CLUSTER}
 """Cluster launchers by name. A new launcher is a module, a line here, and its options in `stages/core/launchers/`."""
 CANCEL_GRACE_S = 40.0
 """Seconds given to the program that follows a cluster job for cancelling the job, before the program is killed."""

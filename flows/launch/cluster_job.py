@@ -1,4 +1,4 @@
-"""Description, states and files of a stage's cluster job, common to Slurm and Kubernetes.
+"""Description, states and files of a stage's cluster job, common to Slurm, Kubernetes and Ray.
 
 Files in `.launch/` of the stage's work folder, which are no part of the artifact:
 
@@ -197,7 +197,7 @@ class JobFolder:
 
 
 class Jobs(Protocol):
-    """Interface of the Slurm and Kubernetes clients, which submit, observe and cancel the cluster jobs of one stage."""
+    """Interface of the clients of clusters, which submit, observe and cancel the cluster jobs of one stage."""
 
     def submit(self) -> str:
         """Submit a cluster job for the stage and return the job's id."""
@@ -214,7 +214,7 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Functions and flags in which the launchers of clusters, Slurm and Kubernetes, differ.
+    """Functions and flags in which the launchers of clusters differ.
 
     connect: returns the client for the jobs of an order. environment: returns the variables of this process that the
     stage's own machine needs. place: returns a node's place in a job of several, from the variables that the cluster

@@ -1,6 +1,7 @@
 """Local launcher: runs the processes of a stage on this machine, under a process that ends all of them together."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,13 @@ EVERYWHERE = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 """Environment variables of every stage process, on any launcher."""
+
+MACHINES_OWN = re.compile(
+    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES|RAY)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
+    r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
+    r"(OMP|RAYON)_NUM_THREADS"
+)
+"""Environment variables of this machine or job, which are not passed on to the nodes of a cluster."""
 
 
 def start(work: Path, config: StageConfig) -> SupervisedProcess:
@@ -64,6 +72,12 @@ def environment(config: StageConfig) -> dict[str, str]:
         **threads(config.execution.threads or threads_of_each(config.processes)),
         **config.execution.environment,
     }
+
+
+def user_environment() -> dict[str, str]:
+    """Return this process's environment variables for a cluster's nodes, without those that describe this machine."""
+    ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
+    return {**ours, "PYTHONPATH": ":".join(filter(None, [str(code_folder()), os.environ.get("PYTHONPATH")]))}
 
 
 def threads(number: int) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Program that a cluster job starts on each node: it runs and supervises that node's processes of the stage.
 
-    python -m flows.launch.node_task LAUNCH_FOLDER
+    python -m flows.launch.node_task LAUNCH_FOLDER [OWNER]
 
 It exits with the stage's exit code. SIGTERM, missing heartbeats of the agent, or another start of the same job end all
-processes of the stage.
+processes of the stage. OWNER: this start's name, where a job that was cancelled may start late all the same.
 """
 
 import os
@@ -32,7 +32,10 @@ def main() -> int:
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no memory dump: memory holds keys
     folder = JobFolder(Path(sys.argv[1]))
-    order = folder.order()
+    order, owner = folder.order(), folder.owner()
+    if sys.argv[2:] and (order is None or sys.argv[2] != owner):
+        print(f"{sys.argv[2]} was cancelled before it started", flush=True)
+        return INTERRUPTED
     assert order, f"no order in {folder.path}"
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -46,18 +49,20 @@ def main() -> int:
         return leave_error(order.work, error)
     with _output(order, cluster.collects_output) as output:
         process = SupervisedProcess(command(order, place), environment=environment, output=output)
-    code = _wait(process, folder, order, stop)
+    code = _wait(process, folder, order, owner, stop)
     if code is None:
         return INTERRUPTED
     if not cluster.records_end and (place is None or place.rank == 0):
-        folder.write_end(JobEnd(job_id=order.job, exit_code=code))
+        folder.write_end(JobEnd(job_id=owner or order.job, exit_code=code))
     return code
 
 
-def _wait(process: SupervisedProcess, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
+def _wait(
+    process: SupervisedProcess, folder: JobFolder, order: JobOrder, owner: str | None, stop: threading.Event
+) -> int | None:
     """Wait for the stage's processes and return their exit code; None when they had to be stopped."""
     # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
-    owner, pulse = folder.owner(), HeartbeatMonitor(folder, order.heartbeat_patience_s)
+    pulse = HeartbeatMonitor(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
             print(f"no heartbeat from the agent for {order.heartbeat_patience_s:g} s: the job ends", flush=True)

@@ -36,12 +36,6 @@ from stages.core.supervised import was_killed
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
-MACHINES_OWN = re.compile(
-    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
-    r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
-    r"(OMP|RAYON)_NUM_THREADS"
-)
-"""Environment variables of this machine or job, which are not passed on to the stage's nodes."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "SLURM_CONF", "KRB5CCNAME")
 UNREACHABLE = re.compile(r"unable to contact|timed out|connection refused|try again|temporarily", re.IGNORECASE)
 FIELDS = ("JobState", "Reason", "NodeList", "Restarts", "ExitCode")
@@ -231,12 +225,6 @@ def way_in() -> str | None:
     return (program := shutil.which("sbatch")) and f"jobs are submitted with {program}"
 
 
-def user_environment() -> dict[str, str]:
-    """Return this process's environment variables for the stage's nodes, without those that describe this machine."""
-    ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
-    return {**ours, "PYTHONPATH": ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))}
-
-
 def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
     """Return this node's rank and the rendezvous address, from the variables of a Slurm job step."""
     address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
@@ -246,7 +234,7 @@ def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
 
 CLUSTER = Cluster(
     connect=SlurmJobs,
-    environment=user_environment,
+    environment=local.user_environment,
     place=rendezvous_of,
     way_in=way_in,
     collects_output=True,

@@ -234,7 +234,7 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
     execution, path = config.execution, f"stages.{stage}.execution"
-    if execution.is_local and execution.nodes > 1:
+    if execution.nodes > 1 and not execution.options.SPANS_NODES:
         yield f"{path}.nodes: found {execution.nodes}, but the {execution.launcher} launcher has one node only"
     elif execution.nodes > 1 and not config.SPANS_NODES:
         spanning = " or ".join(kind for kind, known in KINDS.items() if known.SPANS_NODES)

@@ -56,7 +56,7 @@ class Part:
 RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
 YEAR, VIDEOS = "faults/test_year.py", "unit/stages/kinds/train/test_videos.py"
 SOUNDS = "unit/stages/kinds/train/test_sounds.py"
-WHEEL = "nightly/test_wheel.py"
+WHEEL, RAY = "nightly/test_wheel.py", "pipeline/test_ray.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
@@ -66,7 +66,13 @@ PARTS = (
     ),
     Part("random kills", "three refreshes killed at random end with the bytes of an undisturbed one", (RANDOM,)),
     Part("slurm", "jobs that are lost, preempted or out of time go on", (SLURM,)),
-    Part("pipelines", "recipes that stand on the quickstart; servers of adapters, drafts, new weights", ("pipeline",)),
+    Part("ray", "jobs of a Ray cluster end, are stopped, and outlive their node", (RAY,), makes="ray"),
+    Part(
+        "pipelines",
+        "recipes that stand on the quickstart; servers of adapters, drafts, new weights",
+        ("pipeline",),
+        (RAY,),
+    ),
     Part(
         "families",
         "tiny models of every family of the zoo go through what the table of families shows",

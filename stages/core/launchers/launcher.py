@@ -14,11 +14,13 @@ from stages.core.fields import StrictModel
 class LauncherOptions(StrictModel):
     """Options of one launcher, a block in a stage's `execution`; a launcher without options has no block.
 
-    IS_LOCAL: the processes run on the refresh's machine, on one node, and reach what listens on its loopback.
+    IS_LOCAL: the processes run on the refresh's machine, and reach what listens on its loopback. SPANS_NODES: one job
+    can run on several nodes.
     DESCRIBES_SERVERS: `lifecycle render` reads the block for a serve stage, which another launcher starts.
     """
 
     IS_LOCAL: ClassVar[bool] = False
+    SPANS_NODES: ClassVar[bool] = True
     DESCRIBES_SERVERS: ClassVar[bool] = False
 
     @property

@@ -9,3 +9,4 @@ class LocalOptions(LauncherOptions):
     """Options of the launcher `local`, which has none."""
 
     IS_LOCAL: ClassVar[bool] = True
+    SPANS_NODES: ClassVar[bool] = False

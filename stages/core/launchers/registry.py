@@ -11,12 +11,14 @@ from stages.core.fields import StrictModel
 from stages.core.launchers.kubernetes import KubernetesOptions
 from stages.core.launchers.launcher import LauncherOptions
 from stages.core.launchers.local import LocalOptions
+from stages.core.launchers.ray import RayOptions
 from stages.core.launchers.slurm import SlurmOptions
 
 LAUNCHERS: dict[str, type[LauncherOptions]] = {
     "local": LocalOptions,
     "slurm": SlurmOptions,
     "kubernetes": KubernetesOptions,
+    "ray": RayOptions,
 }
 BLOCKS = {name: options for name, options in LAUNCHERS.items() if options.model_fields}
 """Options class of each launcher that has options in `execution`, by name."""
@@ -33,8 +35,8 @@ class LauncherFields(StrictModel):
 
     launcher: LauncherName = Field(
         "local",
-        description="Program that starts the stage's processes: `local` on this machine, `slurm` or "
-        "`kubernetes` on a cluster.",
+        description="Program that starts the stage's processes: `local` on this machine, `slurm`, "
+        "`kubernetes` or `ray` on a cluster.",
     )
 
     @property

@@ -1,5 +1,8 @@
-"""Job states that Slurm and Kubernetes report decide whether a stage waits, fails or is retried."""
+"""Job states that Slurm, Kubernetes and Ray report decide whether a stage waits, fails or is retried."""
 
+import re
+import shlex
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -8,12 +11,17 @@ from flows.launch import node_task
 from flows.launch.cluster import order_of
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobEnd, JobFolder, Running, Waiting
 from flows.launch.kubernetes_jobs import outcome as kubernetes_outcome
+from flows.launch.local import MACHINES_OWN
 from flows.launch.network import Rendezvous
-from flows.launch.slurm import MACHINES_OWN, JobView, parse_job, sbatch_arguments
+from flows.launch.ray import JobView as RayJobView
+from flows.launch.ray import RayJobs, submission
+from flows.launch.ray import outcome as ray_outcome
+from flows.launch.slurm import JobView, parse_job, sbatch_arguments
 from flows.launch.slurm import outcome as slurm_outcome
 from flows.recipe.recipe import load_stages
-from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError
+from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError, TransientError
 from stages.kinds.registry import KINDS
+from tests.http_server import serving
 
 PRINTED = (
     "JobId=7 JobName=lifecycle-sft-0 UserId=me(1) Priority=1 JobState={state} Reason={reason} Requeue=1 "
@@ -128,7 +136,9 @@ def test_options_of_sbatch_that_are_not_the_recipes_are_refused(option):
         KINDS["download"].model_validate({"kind": "download", "model": "builtin/qwen3-1m", "execution": execution})
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "RANK", "TMPDIR"])
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "RANK", "TMPDIR", "RAY_AUTH_TOKEN"]
+)
 def test_what_describes_this_machine_is_not_handed_over(name):
     assert MACHINES_OWN.fullmatch(name)
 
@@ -185,3 +195,106 @@ def test_kubernetes_jobs_that_kubernetes_ended(order, state, error):
     found = kubernetes_outcome(FAILED, [pod(**state)], order)
     assert isinstance(found, Failed)
     assert isinstance(found.error, error)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Ray
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        ({"status": "PENDING", "message": "It may be waiting for CPUs"}, Waiting("It may be waiting for CPUs")),
+        ({"status": "RUNNING"}, Running()),
+        ({"status": "SUCCEEDED", "driver_exit_code": 0}, Finished(0)),
+        ({"status": "FAILED", "driver_exit_code": 5, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, Finished(5)),
+        ({"status": "FAILED", "driver_exit_code": -9}, Finished(137)),
+        (
+            {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED"},
+            Interrupted("the loss of its node, or of Ray's process there"),
+        ),
+        (None, Interrupted("a restart of the Ray cluster, which knows nothing of it any more")),
+    ],
+)
+def test_ray_jobs(order, view, expected):
+    assert ray_outcome(view and RayJobView(**view), "Ray job 7", order) == expected
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        ({"status": "STOPPED"}, "Ray job 7 of sft was stopped by somebody else"),
+        (
+            {"status": "FAILED", "error_type": "RUNTIME_ENV_SETUP_FAILURE", "message": "no\nx"},
+            r"ran: RUNTIME_ENV_SETUP_FAILURE: 'no\\nx'",
+        ),
+    ],
+)
+def test_ray_jobs_that_ray_ended(order, view, said):
+    found = ray_outcome(RayJobView(**view), "Ray job 7", order)
+    assert isinstance(found, Failed) and isinstance(found.error, StageCrashError)
+    assert re.search(said, str(found.error))
+
+
+def test_ray_is_asked_for_what_the_recipe_says_and_handed_no_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "of the user")
+    ray = {"gpus_per_node": 8, "memory_gib_per_node": 2, "resources": {"fast_disk": 1}}
+    order = order_for(tmp_path, launcher="ray", nodes=1, ray=ray)
+    request = submission("job-1", order, JobFolder.of(order.work))
+    assert (request["entrypoint_num_cpus"], request["entrypoint_num_gpus"]) == (24, 8)
+    assert (request["entrypoint_memory"], request["entrypoint_resources"]) == (2**31, {"fast_disk": 1.0})
+    assert shlex.split(request["entrypoint"])[-2:] == [str(JobFolder.of(order.work).path), "job-1"]
+    assert "of the user" not in str(request)
+
+
+def test_a_job_of_ray_has_one_node():
+    tree = {"kind": "train", "method": "sft", "model": "base", "data": {"dataset": "rows"}, "learning_rate": 1e-4}
+    tree |= {"global_batch_size": 8, "layout": {"dp_shard": 2}, "execution": {"launcher": "ray", "nodes": 2}}
+    sources = {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}
+    sources["rows"] = {"kind": "download", "dataset": "builtin/addition"}
+    with pytest.raises(RecipeError, match=r"execution\.nodes: found 2, but the ray launcher has one node only"):
+        load_stages("one", Path("/"), {**sources, "sft": tree})
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "said"),
+    [
+        (401, "", ResourceError, "put the cluster's key into RAY_AUTH_TOKEN"),
+        (
+            400,
+            "Traceback …\n  File x\nValueError: no such resource",
+            RecipeError,
+            "job: 'ValueError: no such resource'; see",
+        ),
+        (500, "x", TransientError, "answered 500"),
+        (302, "", TransientError, "a redirect to .*which is not followed"),
+    ],
+)
+def test_what_ray_refuses_is_an_error_with_its_words(order, monkeypatch, status, body, error, said):
+    got = []
+
+    class Head(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_):
+            pass
+
+    order.work.mkdir()
+    (folder := JobFolder.of(order.work)).path.mkdir()
+    with serving(Head) as url:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"{url}/")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "k" * 40)
+        with pytest.raises(error, match=said):
+            RayJobs(folder, order).submit()
+    assert got == ["Bearer " + "k" * 40]
+    with pytest.raises(TransientError, match="does not answer, asked to submit the job"):
+        RayJobs(folder, order).submit()
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "ray://head:10001")
+    with pytest.raises(ResourceError, match=r"set RAY_API_SERVER_ADDRESS to the address of the head's dashboard"):
+        RayJobs(folder, order)

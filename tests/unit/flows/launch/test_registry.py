@@ -83,11 +83,14 @@ def test_a_machine_says_by_what_it_reaches_a_cluster(tmp_path, monkeypatch):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/none:{tmp_path}/config")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
     ways_in = {name: cluster.way_in() for name, cluster in CLUSTERS.items()}
     assert ways_in == {
         "slurm": f"jobs are submitted with {tmp_path}/sbatch",
         "kubernetes": f"jobs are created with {tmp_path}/config",
+        "ray": "jobs are submitted to http://127.0.0.1:8265",
     }
     monkeypatch.setenv("PATH", "/none")
     monkeypatch.setenv("KUBECONFIG", "/none")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
     assert not any(cluster.way_in() for cluster in CLUSTERS.values())
