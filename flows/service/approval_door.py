@@ -106,7 +106,7 @@ def person_in(users: list[str], groups: list[str]) -> tuple[str, frozenset[str]]
     named = [user.strip() for user in users]
     if len(named) != 1 or not named[0].isprintable() or not 0 < len(named[0]) <= NAME_CHARACTERS:
         raise ApprovalError(f"deciding about a champion: the proxy names no one; expected one name in {USER_HEADER}")
-    return named[0], frozenset(name.strip() for name in ",".join(groups).split(","))
+    return named[0], frozenset(name.strip() for name in ",".join(groups).split(",")) - {""}
 
 
 def _run(order: bytes) -> tuple[str, int]:
