@@ -107,6 +107,9 @@ class S3Server(ObjectServer):
         super().__init__(wsgi)
         self.url = url
         self._client: Any = boto3.client("s3", endpoint_url=url, region_name=ENVIRONMENT["AWS_REGION"])
+        self.empty()
+
+    def empty(self) -> None:
         self._post("/moto-api/reset")
         self._client.create_bucket(Bucket=BUCKET)
 

@@ -322,7 +322,8 @@ def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home,
     assert {one.listed.name for one in unneeded} <= set(shown)
     assert [one.reason for one in unneeded].count(f"superseded in {address}") == 1
     assert not upkeep.delete(first.remote, unneeded).failures
-    gone = {content for key, content in blobs.items() if key not in server.objects()}
+    left = server.objects()
+    gone = {content for key, content in blobs.items() if key not in left}
     assert b"superseded" in gone
     assert not gone & {b"old", b"latest"}
     assert not [names for _, names in upkeep.lacking(first.remote) if names]
