@@ -84,7 +84,8 @@ def _call(content: object, fields: tuple[str, ...]) -> Call:
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 MARKUP = BEGIN, END, FUNCTION, FUNCTION_END, "<parameter=", "</parameter>", "<think>", "</think>", ">"
-PARAMETER = re.compile(r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL)
+PARAMETER = re.compile(r"<\s*parameter\s*=\s*")
+PARAMETER_END = re.compile(r"<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=)")
 OUTSIDE, BEFORE_NAME, NAME, BODY, AFTER = "outside", "before name", "name", "body", "after"
 STARTS = BEGIN, FUNCTION
 STATES = {
@@ -151,11 +152,25 @@ def _add(parts: dict[str, str], state: str, text: str) -> None:
 def _xml_call(name: str, body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
     properties = schemas.get(name, {}).get("properties") or {}
     arguments: dict[str, Any] = {}
-    for key, value in PARAMETER.findall(body):
+    for key, value in _parameters(body):
         text = value.removeprefix("\n").removesuffix("\n")
         schema = properties.get(key)
         arguments[key] = _typed(text, _types(schema)) if isinstance(schema, dict) else text
     return Call(name, arguments)
+
+
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each parameter that has an end: its own, or the beginning of the next one.
+
+    By two patterns, so that time is in proportion to the text: a model may repeat `<parameter=` until it is cut off.
+    """
+    end = 0
+    while (begin := PARAMETER.search(body, end)) and (close := body.find(">", begin.end())) >= 0:
+        ending = PARAMETER_END.search(body, close + 1)
+        if ending is None:
+            return
+        yield body[begin.end() : close], body[close + 1 : ending.start()]
+        end = ending.end()
 
 
 def _types(schema: object) -> set[str]:

@@ -5,7 +5,9 @@ The oracle is Transformers, which renders and tokenizes a whole conversation at 
 
 import json
 import math
+import random
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from stages.data.messages import Conversation, make_message, parse_tools
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
 from stages.rewards import code_program
-from stages.rollouts.environments.calls import PARSERS, action, parse_llama3_json
+from stages.rollouts.environments.calls import PARSERS, _parameters, action, parse_llama3_json
 from stages.rollouts.environments.environment import Action, Call, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader, TurnRequest
 from stages.rollouts.environments.registry import AnyEnvironment
@@ -256,6 +258,18 @@ def test_a_call_that_cannot_be_written_and_read_again_is_malformed(form: str, ar
         assert turn.calls == (Call("a", {"b": arguments}),)
     else:
         assert turn.malformed and problem in turn.malformed and not turn.calls
+
+
+def test_arguments_of_xml_are_read_in_time_in_proportion_to_the_text() -> None:
+    pieces = ("<parameter=", "< parameter = b", ">", "</parameter>", "< / parameter >", "x", "<", "\n", " ")
+    whole = re.compile(r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL)
+    drawn = random.Random(0)
+    for _ in range(3000):
+        body = "".join(drawn.choices(pieces, k=drawn.randrange(1, 16)))
+        assert list(_parameters(body)) == whole.findall(body), body
+    began_s = time.process_time()
+    turn = acted("qwen3_coder", CALLS["qwen3_coder"].replace("ARGUMENTS", "<parameter=" * 40_000))
+    assert len(turn.calls) == 1 and time.process_time() - began_s < 5, "that one pattern takes a minute"
 
 
 def test_a_turn_has_a_bound_on_its_calls() -> None:
