@@ -8,8 +8,8 @@ from stages.engines.fsdp.probe import probe
 from stages.models.walk import walk
 from stages.parallel.engines.fsdp import FsdpRules
 from tests.zoo.models import FAMILIES, tiny_config
-from tests.zoo.proofs import save_family
-from tests.zoo.splitting import fields_to_split, split
+from tests.zoo.proofs import split_of
+from tests.zoo.splitting import fields_to_split
 from tests.zoo.table import recorded
 
 READ = [family for family in FAMILIES if recorded()[family]["documents"] in ("packed", "rows")]
@@ -34,9 +34,8 @@ def test_a_walk_sees_how_tokens_reach_others_as_the_probe_measures_it(family: st
 def test_a_start_refuses_the_plans_that_a_walk_finds_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_families.py` shows that it refuses no others."""
     found = {family for family in FAMILIES if walk(tiny_config(family, **fields_to_split(family))).split_flaw}
-    assert found >= {*FLAWED}
+    assert found == {*FLAWED, "llama4"}  # whose text is one of them, and which is not read as a language model
     monkeypatch.setattr(FsdpRules, "model_errors", lambda *_: ())
-    folders = {family: save_family(family, tmp_path / family, **fields_to_split(family)) for family in sorted(found)}
-    refused = ("differs from the whole model", "does not run")
-    outcomes = {family: one["tp"] for family, one in split(folders, ["tp"], tmp_path).items()}
+    refused = ("differs from the whole model", "does not run", "mixed torch.Tensor and DTensor")
+    outcomes = {family: one["tp"] for family, one in split_of(FLAWED, tmp_path, ["tp"]).items()}
     assert {family: one for family, one in outcomes.items() if not any(word in one for word in refused)} == {}
