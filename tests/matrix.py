@@ -192,6 +192,7 @@ CAPABILITIES = (
         ),
         not_run="several machines, a real cluster of Kubernetes (a stand-in of its API was), CUDA's images",
     ),
+    Capability("Ray", ("tests/pipeline/test_ray.py",), not_run="several machines, GPUs"),
     Capability(
         "secrets, locked servers",
         ("tests/pipeline/test_secrets.py", "tests/pipeline/test_server_doors.py"),

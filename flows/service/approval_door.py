@@ -74,7 +74,7 @@ def add_approvals(application: Any, key: str | None) -> None:
         if not is_proxy(request):
             return unknown
         # A page of another site can send no JSON in a person's name without asking first.
-        if request.headers.get("content-type") != "application/json":
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return PlainTextResponse("reading a decision: expected application/json\n", 415)
         try:
             user, groups = person_in(request.headers.getlist(USER_HEADER), request.headers.getlist(GROUPS_HEADER))
