@@ -112,6 +112,12 @@ class SealedMemoryEngine(WeightTransferEngine[Trainer, SealedFile]):
 
     def start_weight_update(self) -> None:
         self._received = Received()
+        for module in self.model.modules():
+            # vLLM 0.32 packs experts as the CPU's kernel reads them only when it makes this kernel, and else leaves
+            # new ones unpacked (`UnquantizedFusedMoEMethod._setup_kernel`); without one it makes it again.
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
