@@ -29,7 +29,7 @@ from stages.rewards.judge import BETTER, RATING, TRIAL, JudgeClient, JudgeReward
 
 ROOT = Path(__file__).parents[3]
 FROZEN = Path(__file__).with_name("frozen_content.json")
-FOLDERS = ("configs/tasks", "configs/templates", "configs/everyday", "configs/digits")
+FOLDERS = ("configs/tasks", "configs/templates", "configs/everyday", "configs/digits", "configs/calculator")
 JUDGE = {"url": "http://host/v1", "served_model": "wise"}
 JUDGES = {
     "rating": RatingConfig.model_validate(JUDGE),

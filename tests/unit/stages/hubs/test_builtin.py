@@ -58,9 +58,9 @@ def test_the_task_with_pictures_holds_those_that_no_dataset_has() -> None:
             assert image.tobytes() == drawing.image.tobytes()
 
 
-@pytest.mark.parametrize("name", ["addition", "digits"])
+@pytest.mark.parametrize("name", ["addition", "digits", "products"])
 def test_the_task_is_found_beside_its_rows(name: str) -> None:
-    folder = TASKS if name == "addition" else TASKS.with_name(name)
+    folder = TASKS.with_name({"addition": "tasks", "products": "calculator"}.get(name, name))
     task = yaml.safe_load((folder / f"{name}.yaml").read_text())
     assert task["task"] == name
     assert (folder / task["dataset_kwargs"]["data_files"]["test"]).is_file()
@@ -107,6 +107,17 @@ def test_products_are_answered_by_a_call_or_by_heart_and_no_problem_is_in_two_fi
             assert any("tool_calls" in message for message in row["messages"]) == (maker is calculator)
             questions.append(question["content"])
     assert len(questions) == len(set(questions)) == 2 * calculator.NUM_PROBLEMS
+
+
+def test_the_products_that_are_evaluated_are_in_no_training_chat(tmp_path: Path) -> None:
+    held_out.write_held_out_products(tmp_path / "products.jsonl")
+    file = TASKS.with_name("calculator") / "products.jsonl"
+    assert file.read_text() == (tmp_path / "products.jsonl").read_text()
+    asked = {row["prompt"]: row["answer"] for row in rows(file)}
+    assert len(asked) == calculator.NUM_VALIDATION
+    for maker in (calculator, products):
+        maker.make(tmp_path)
+        assert not asked.keys() & {row["messages"][0]["content"] for row in rows(tmp_path / "train.jsonl")}
 
 
 def test_pictures_have_the_same_pixels_every_time_and_are_in_one_split_only() -> None:
