@@ -28,6 +28,7 @@ pytestmark = pytest.mark.nightly
 
 RAY = Path(__file__).parents[2] / ".venv-ray" / "bin" / "ray"
 KEY = "a" * 64
+NUM_TRIES = 4
 SLOW = {"TINY_STEP_SECONDS": "0.5"}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
@@ -39,6 +40,8 @@ class RayCluster:
         self.folder = folder
         self.ports = [free_port() for _ in range(2)]
         self.url = f"http://127.0.0.1:{self.ports[1]}"
+        # Minutes may pass until a busy machine answers.
+        self.client = httpx.Client(base_url=self.url, headers=HEADERS, timeout=120)
         self.nodes: list[SupervisedProcess] = []
         dashboard = ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.ports[1]}", f"--temp-dir={folder}"]
         self.head = self._start("--head", f"--port={self.ports[0]}", "--num-cpus=0", *dashboard)
@@ -47,32 +50,39 @@ class RayCluster:
     def _start(self, *options: str) -> SupervisedProcess:
         command = [RAY, "start", "--block", "--node-ip-address=127.0.0.1", "--disable-usage-stats", *options]
         known = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": KEY}
-        with (self.folder / "log").open("ab") as output:
-            return SupervisedProcess(
-                [*map(str, command), "--object-store-memory=80000000"], environment=known, output=output
-            )
+        # Ray gives up after 30 s, which are few on a busy machine.
+        for _ in range(NUM_TRIES):
+            with (log := self.folder / "log").open("wb") as output:
+                process = SupervisedProcess(
+                    [*map(str, command), "--object-store-memory=80000000"], environment=known, output=output
+                )
+            tiny.eventually(lambda: "block forever" in log.read_text() or not process.alive(), "Ray does not start")  # noqa: B023
+            if process.alive():
+                return process
+        raise AssertionError(log.read_text())
 
     def add_node(self, resources: str = "{}") -> None:
         address = f"--address=127.0.0.1:{self.ports[0]}"
+        num_before = self.num_alive()
         self.nodes.append(self._start(address, "--num-cpus=1", f"--resources={resources}"))
-        tiny.eventually(lambda: self.num_alive() == len(self.nodes) + 1, "the node does not join")
+        tiny.eventually(lambda: self.num_alive() > num_before, "the node does not join")
 
     def answers(self) -> bool:
         assert self.head.alive(), (self.folder / "log").read_text()
         try:
-            return httpx.get(f"{self.url}/api/jobs/", headers=HEADERS).is_success
+            return self.client.get("/api/jobs/").is_success
         except httpx.TransportError:
             return False  # it starts
 
     def num_alive(self) -> int:
         """Return the number of nodes that Ray counts as alive, with the head."""
         tiny.eventually(self.answers, "Ray's head does not answer")
-        shown = httpx.get(f"{self.url}/nodes?view=summary", headers=HEADERS).raise_for_status().json()
+        shown = self.client.get("/nodes?view=summary").raise_for_status().json()
         return sum(node["raylet"].get("state") == "ALIVE" for node in shown["data"]["summary"])
 
     def jobs(self) -> dict[str, str]:
         """Return the status of each job that was submitted, by its name."""
-        listed = httpx.get(f"{self.url}/api/jobs/", headers=HEADERS).raise_for_status().json()
+        listed = self.client.get("/api/jobs/").raise_for_status().json()
         return {job["submission_id"]: job["status"] for job in listed if job["submission_id"]}
 
     def kill_node_of_stage(self) -> None:
@@ -84,6 +94,7 @@ class RayCluster:
         node.stop()
 
     def stop(self) -> None:
+        self.client.close()
         for process in (*self.nodes, self.head):
             process.stop()
 
@@ -186,7 +197,7 @@ def test_a_job_that_somebody_stops_is_an_error_that_says_so(cluster, store):
     with in_the_background(store, "pause") as outcome:
         wait_for_step(store)
         (job,) = (name for name, status in cluster.jobs().items() if status == "RUNNING")
-        httpx.post(f"{cluster.url}/api/jobs/{job}/stop", headers=HEADERS).raise_for_status()
+        cluster.client.post(f"/api/jobs/{job}/stop").raise_for_status()
     assert isinstance(outcome[0], StageCrashError)
     assert "was stopped by somebody else; run again to continue" in str(outcome[0])
 
@@ -225,7 +236,7 @@ def test_rays_records_hold_no_variable_of_the_user(cluster, store, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of-the-user")
     with in_the_background(store, "linger") as outcome:
         wait_for_step(store)
-        listed = httpx.get(f"{cluster.url}/api/jobs/", headers=HEADERS).text
+        listed = cluster.client.get("/api/jobs/").text
         (work,) = store.root.glob(".work/*/*")
         (work / "scratch" / "release").touch()
     assert outcome[0].metrics["rows" if "rows" in outcome[0].metrics else "first_step"] is not None
