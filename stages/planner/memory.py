@@ -180,13 +180,15 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
         states = (weights, moment.gradients * learns, optimizer * learns)
         # Before the layers of text run, the towers do.
         sees = moment.computes == "tower" or (moment.computes == "forward" and moment.idle_layers == stage.num_layers)
+        # By plan, what the head exchanges comes after its logits are gone.
+        exchanges = moment.computes != "head" or not case.engine.splits_by_plan
         passing = (
             per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
             + media.kept * (moment.computes not in ("embedding", "nothing")),
             workspace * (moment.computes in (("layer",) if learns else ("embedding", "forward")))
             + media.workspace * sees,
             logits if moment.computes == "head" else kept_logits * (moment.computes not in ("embedding", "forward")),
-            messages + moment.buffers + moment.arriving,
+            messages * exchanges + moment.buffers + moment.arriving,
         )
         # States last for the whole run: in flat buffers they leave no gaps.
         fragmented = sum(passing) + (sum(states) if case.software.fragments_states else 0.0)

@@ -287,6 +287,12 @@ CASES = {
     "tokens of blocks, selective": Case(
         "qwen3-8b", {"dp_shard": 2, "tp": 4, "sequence_parallel": True, "recompute": "selective"}
     ),
+    "tokens of blocks, 1,024 ranks": Case(
+        "llama3-70b",
+        {"dp_shard": 16, "cp": 8, "tp": 8, "sequence_parallel": True},
+        num_layers=1,
+        sequence_length=65536,
+    ),
     "tokens of blocks, LoRA": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "sequence_parallel": True}, options=LORA),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
