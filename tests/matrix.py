@@ -74,7 +74,7 @@ CAPABILITIES = (
     Capability(
         "FSDP2: TP, CP, EP",
         ("tests/parity/test_split_families.py",),
-        not_run="GPUs; sequence parallelism",
+        not_run="GPUs",
     ),
     Capability(
         "Megatron-core: TP, PP, VPP, CP, EP, ETP",
