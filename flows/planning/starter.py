@@ -18,7 +18,7 @@ import yaml
 from flows.planning.layout_choice import choose_layout
 from flows.planning.survey import IMAGES, SHORT_ANSWER_CHARACTERS, KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
-from stages.core.errors import LayoutError
+from stages.core.errors import DataError, LayoutError
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
 from stages.models.shape import ModelShape
@@ -136,11 +136,18 @@ class _Plan:
 
 
 def starter(name: str, data: Path, model: str, columns: Mapping[str, str]) -> Starter:
-    """Return the first recipe `NAME.yaml` for a person's data and model, with an evaluation task of held-out rows."""
+    """Return the first recipe `NAME.yaml` for a person's data and model, with an evaluation task of held-out rows.
+
+    Raises DataError for rows that cannot be read, or that the model cannot learn from.
+    """
     data = data.absolute()
     with tempfile.TemporaryDirectory() as scratch:
         known = find_model(model, Path(scratch))
         rows = survey(data, columns, known)
+    if rows.media_kinds and model == DEFAULT_MODEL:
+        raise DataError(
+            f"{data} has rows with media, and {model} reads text alone; name a model that reads them (`--model`)"
+        )
     plan, notes = _with_adapter(_Plan(name, data, known, rows))
     files: dict[str, str | bytes] = {f"{name}.yaml": _recipe(plan), **_other_files(plan)}
     files |= {f"tasks/{path}": picture for path, picture in rows.pictures.items()}

@@ -57,6 +57,9 @@ def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them
     code, output = lifecycle("init", "--folder", "other", "--data", folder, "--model", model)
     assert code
     assert "has no processor; name a model that reads them" in output
+    code, output = lifecycle("init", "--folder", "other", "--data", folder)
+    assert code
+    assert "Qwen3-0.6B reads text alone; name a model that reads them (`--model`)" in output
     code, output = lifecycle("init", "--folder", "third", "--data", folder / "train.jsonl", "--model", seeing)
     assert code
     assert f"expected the folder that holds both, so that they are downloaded together (`--data {folder}`)" in output
