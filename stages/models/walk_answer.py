@@ -12,8 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stages.core.errors import ModelError
 from stages.core.redaction import shortened
-from stages.models.facts import CONFIG_FILE
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.loading import load_config
+from stages.models.model_folder import check_config
 from stages.models.shape import ModelShape
 from stages.models.tower import Tower
 from stages.models.tower_walk import walk_towers
@@ -28,6 +29,7 @@ def answer(text: str) -> dict[str, Any]:
     try:
         asked = json.loads(text)
         fields = asked["config"]
+        check_config(ModelFacts(fields), "measuring the layers of a model")
         if (family := fields.get("model_type")) not in CONFIG_MAPPING:
             raise ModelError(
                 f"measuring the layers of a model: model_type is {family!r}, which this Transformers does not have; "
