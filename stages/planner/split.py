@@ -1,7 +1,8 @@
 """Values that processes of `tp` exchange for a layer whose matrices are split by Transformers' plan.
 
 A product of a matrix that is split by its inputs is summed over processes, and so is the gradient of the input of
-matrices that are split by their results: once for those of one input, such as queries, keys and values.
+matrices that are split by their results: once for those of one input in a block, such as queries, keys and values.
+A block ends with a matrix that is split by its inputs.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ def split_values(shape: ModelShape) -> SplitValues:
         inputs, linears, before = dict[object, float](), linear_layers(shape, layer), forward
         for linear in linears:
             gathered_backward += linear.inputs * (linear.split == "cut rows")
-            forward += linear.outputs * (linear.split in ("rows", "cut rows"))
+            if linear.split in ("rows", "cut rows"):
+                forward += linear.outputs
+                backward += sum(inputs.values())
+                inputs.clear()
             gathered += linear.outputs * (linear.split == "gathered")
             backward += linear.inputs * (linear.split == "gathered")
             if linear.split == "columns":
