@@ -86,12 +86,14 @@ class RayCluster:
         return {job["submission_id"]: job["status"] for job in listed if job["submission_id"]}
 
     def kill_node_of_stage(self) -> None:
-        """Kill all processes of the node that runs the stand-in of a stage, as a loss of power does."""
+        """Kill all processes of the node that runs the stand-in of a stage, as a loss of power does; wait for Ray's word."""
+        num_before = self.num_alive()
         (node,) = (node for node in self.nodes if any(map(is_stage, marked_processes(node.token))))
         for pid in marked_processes(node.token):
             os.kill(pid, signal.SIGKILL)
         self.nodes.remove(node)
         node.stop()
+        tiny.eventually(lambda: self.num_alive() < num_before, "Ray does not notice the loss of a node")
 
     def stop(self) -> None:
         self.client.close()
