@@ -86,7 +86,7 @@ class RayCluster:
         return {job["submission_id"]: job["status"] for job in listed if job["submission_id"]}
 
     def kill_node_of_stage(self) -> None:
-        """Kill all processes of the node that runs the stand-in of a stage, as a loss of power does; wait for Ray's word."""
+        """Kill the node that runs the stand-in of a stage, as a loss of power does, and wait until Ray knows."""
         num_before = self.num_alive()
         (node,) = (node for node in self.nodes if any(map(is_stage, marked_processes(node.token))))
         for pid in marked_processes(node.token):
