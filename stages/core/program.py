@@ -140,7 +140,7 @@ class Program:
         finally:
             os.close(lifeline)
         # Runs at `close`, when this object is collected, or when the interpreter exits, but once only.
-        self._end = weakref.finalize(self, _end, self._process, held, token, home)
+        self._end = weakref.finalize(self, end_program, self._process, held, token, home)
         assert self._process.stdin and self._process.stdout
         os.set_blocking(self._process.stdin.fileno(), False)
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -218,7 +218,7 @@ def _decoded(line: bytes) -> tuple[str, Any]:
     return outcome, content
 
 
-def _end(
+def end_program(
     process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str] | None
 ) -> None:
     """Kill a helper process and everything that it started, and remove its temporary home folder if it has one."""

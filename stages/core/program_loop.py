@@ -59,7 +59,7 @@ def answer_questions(
     error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues.
     Prints go to stderr.
     """
-    _end_with_asking_process()
+    end_with_asking_process()
     # From here on, only `answers` leads to the asking process.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -120,7 +120,7 @@ def _interrupt(*_: object) -> None:
     raise TimeLimitError
 
 
-def _end_with_asking_process() -> None:
+def end_with_asking_process() -> None:
     """Have the kernel kill this helper process and its process group when the client process is gone.
 
     A parent-death signal would come when the *thread* that started this process ends, and a thread that waits here for

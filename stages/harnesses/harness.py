@@ -65,12 +65,12 @@ class EpisodesConfig(StrictModel):
     @property
     def metrics(self) -> list[str]:
         """Names of the scores: rewards, the environment's own first, and pass@k."""
-        own = [ENVIRONMENT] if self.environment.GIVES_REWARDS else []
+        own = [ENVIRONMENT] if self.environment.gives_rewards else []
         return [*own, *self.rewards, *self.passes]
 
     @model_validator(mode="after")
     def _is_rewarded(self) -> Self:
-        if not self.rewards and not self.environment.GIVES_REWARDS:
+        if not self.rewards and not self.environment.gives_rewards:
             raise ValueError("`rewards` is empty, and this environment gives none; name at least one")
         if taken := next(filter(TAKEN.fullmatch, self.rewards), None):
             raise ValueError(f"`rewards.{taken}` has the name of another column of the samples; choose another")

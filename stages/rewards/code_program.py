@@ -21,6 +21,7 @@ import mmap
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
 from collections.abc import Iterable
@@ -61,7 +62,7 @@ READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-EQUAL, MASKED_EQUAL = 4, 7
+EQUAL, GREATER, MASKED_EQUAL = 4, 6, 7
 TSYNC = 4
 """Attribute of libseccomp's filters (SCMP_FLTATR_CTL_TSYNC) by which all threads of the process get it."""
 
@@ -122,6 +123,38 @@ def permit_computing_only() -> None:
     library.seccomp_release(calls)
 
 
+def permit_tcp_only() -> None:
+    """Make this process's sockets TCP's alone from now on: no other has Landlock's rule of ports; OSError without it.
+
+    Neither UDP, nor Unix sockets, by which a service of this machine may be reached, nor MPTCP. Pairs of sockets stay.
+    io_uring, which opens sockets past this filter, is refused too.
+    """
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    calls = ctypes.c_void_p(library.seccomp_init(ALLOW))
+    if not calls:
+        raise OSError(errno.ENOSYS, "seccomp_init failed")
+
+    def refuse(name: str, *where: ArgumentCondition) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        conditions = (ArgumentCondition * len(where))(*where)
+        _checked_seccomp(library.seccomp_rule_add_array(calls, REFUSE, number, len(where), conditions))
+
+    for family in range(socket.AF_INET6 + 1):
+        if family not in (socket.AF_INET, socket.AF_INET6):
+            refuse("socket", ArgumentCondition(0, EQUAL, family))
+    refuse("socket", ArgumentCondition(0, GREATER, socket.AF_INET6))
+    for kind in range(16):
+        if kind != socket.SOCK_STREAM:
+            refuse("socket", ArgumentCondition(1, MASKED_EQUAL, 0xF, kind))
+    for protocol in range(1, socket.IPPROTO_TCP):
+        refuse("socket", ArgumentCondition(2, EQUAL, protocol))
+    refuse("socket", ArgumentCondition(2, GREATER, socket.IPPROTO_TCP))
+    refuse("io_uring_setup")
+    _checked_seccomp(library.seccomp_load(calls))
+    library.seccomp_release(calls)
+
+
 def _checked_seccomp(answer: int) -> None:
     if answer < 0:
         raise OSError(-answer, os.strerror(-answer))
@@ -130,7 +163,7 @@ def _checked_seccomp(answer: int) -> None:
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of Landlock's system calls, the same on every architecture."""
 VERSION_ONLY = 1
-PATH_BENEATH = 1
+PATH_BENEATH, PORT = 1, 2
 PR_SET_NO_NEW_PRIVS = 38
 CAPABILITIES_3 = 0x20080522
 CAP_SYS_ADMIN, CAP_PERFMON = 21, 38
@@ -142,7 +175,7 @@ NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
 """Number of file access rights in each version of Landlock, from version 0; later versions have as many as the last."""
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
 """First versions of Linux's Landlock that can restrict network connections (4) and signals to other processes (6)."""
-BIND_AND_CONNECT = 0b11
+BIND_AND_CONNECT, CONNECT = 0b11, 0b10
 ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -159,10 +192,11 @@ def hide_other_processes() -> None:
     _drop_capabilities(CAP_SYS_ADMIN, CAP_PERFMON)  # with which root would see them all the same
 
 
-def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
+def restrict_files(readable: Iterable[Path], writable: Iterable[Path], port: int | None = None) -> None:
     """Restrict this process by Landlock to files beneath these paths; missing paths are ignored.
 
-    Where the kernel can, no TCP port is opened either, and no signal sent beyond this restriction. Landlock does not
+    Where the kernel can, no TCP port is opened either, but that of `port`, which is connected to, and no signal sent
+    beyond this restriction. Landlock does not
     cover owners, modes and times of files, nor before Linux 6.2 their length: such system calls must be refused too.
     Raises OSError where there is no Landlock.
     """
@@ -173,10 +207,10 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     attributes += struct.pack("Q", BIND_AND_CONNECT) if known >= NETWORK_VERSION else b""
     attributes += struct.pack("Q", ABSTRACT_SOCKETS_AND_SIGNALS) if known >= SCOPE_VERSION else b""
     allowed = dict.fromkeys(readable, READING) | dict.fromkeys(writable, every_right & ~EXECUTE)
-    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()})
+    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()}, port)
 
 
-def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
+def _restrict(attributes: bytes, allowed: dict[Path, int], port: int | None = None) -> None:
     """Make a Landlock ruleset and restrict this process's file access by it.
 
     attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows.
@@ -189,6 +223,8 @@ def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
         # `=`: the kernel's `struct landlock_path_beneath_attr` is packed, 12 bytes without padding.
         _checked_errno(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", of_kind, opened), 0))
         os.close(opened)
+    if port is not None:
+        _checked_errno(_libc.syscall(ADD_RULE, rules, PORT, struct.pack("QQ", CONNECT, port), 0))
     # Landlock and seccomp ask for it of a process without privileges: no setuid program may get more rights.
     _checked_errno(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _checked_errno(_libc.syscall(RESTRICT_SELF, rules, 0))

@@ -98,7 +98,7 @@ class PlayedEpisode(Sample):
             truncated=episode.end != "done",
             transcript=transcript,
             end=episode.end,
-            reward=episode.reward if episode.config.GIVES_REWARDS else None,
+            reward=episode.reward if episode.config.gives_rewards else None,
             metrics=episode.metrics,
             asked=episode.start.prompt.messages,
             answer=episode.messages,

@@ -36,6 +36,7 @@ COMMAND_LINES = {
     "stages.kinds.serve": "`lifecycle serve`",
     "stages.models.walk_program": "asked about the layers of a model",
     "stages.parallel.ranks": "launchers, in Slurm jobs that are queued too",
+    "stages.rollouts.environments.agent_program": "asked to run a person's agent program",
     "stages.rollouts.environments.python_program": "asked to run a person's environment",
     "stages.rewards.code_program": "asked to run code",
     "stages.rewards.json_schema_program": "asked about JSON",

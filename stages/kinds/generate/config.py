@@ -151,7 +151,7 @@ class GenerateConfig(AskedModelConfig):
 
     @model_validator(mode="after")
     def _keeps_by_rewards(self) -> Self:
-        is_rewarded = self.rewards or (self.environment and self.environment.GIVES_REWARDS)
+        is_rewarded = self.rewards or (self.environment and self.environment.gives_rewards)
         if self.keep != "all" and not is_rewarded:
             raise ValueError(f"`keep: {self.keep}` needs `rewards` to choose by; name some, or say `keep: all`")
         if self.keep in ("best", "pairs") and self.num_samples == 1:

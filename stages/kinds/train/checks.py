@@ -193,7 +193,7 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
     """Yield conflicts between GRPO's options of sampling, grouping and rewards."""
     block, serving = config.sampling_block, options.serving
     environment = options.environment
-    if not options.rewards and not (environment and environment.GIVES_REWARDS):
+    if not options.rewards and not (environment and environment.gives_rewards):
         yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
     if environment:
         for option, why in unfit_options(options.stop, options.apply_chat_template, options.rewards):

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, PositiveInt
 
 from stages.core.errors import LifecycleError
 from stages.core.fields import Seconds, StrictModel
-from stages.data.messages import Message, Tool, make_message
+from stages.data.messages import Conversation, Message, Tool, make_message
 
 ENVIRONMENT = "environment"
 """Name of the reward that an environment gives itself."""
@@ -67,14 +67,22 @@ class Step:
 class Environment(Protocol):
     """World of one episode (protocol), which one thread uses."""
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | Conversation | None:
         """Begin an episode for a dataset row; return a message of the user that is added to the row's prompt, or None.
 
+        An environment with prompts of its own returns a conversation, which takes the place of the row's.
         Raises DataError for a row that it cannot begin with.
         """
 
     def step(self, action: Action) -> Step:
         """Let the model act. Raises DataError when the environment itself fails."""
+
+    def cut_short(self, text: str | None) -> float:
+        """Learn that the episode ended at a bound; return the reward for what was done until then.
+
+        text: of the model's last turn, where the bound cut it off.
+        """
+        return 0.0
 
     def close(self) -> None:
         """Free what the episode holds, once it is over."""
@@ -85,9 +93,6 @@ MakeEnvironment = Callable[[], Environment]
 
 class EnvironmentConfig(StrictModel, ABC):
     """Base class of the configs of environments: bounds of an episode, and what rewards see of it."""
-
-    GIVES_REWARDS: ClassVar[bool] = False
-    """True if the environment itself rewards what the model does."""
 
     max_turns: PositiveInt = Field(
         4, le=1000, description="Largest number of turns of the model in an episode; calls in the last have no answer."
@@ -104,6 +109,11 @@ class EnvironmentConfig(StrictModel, ABC):
     )
 
     @property
+    def gives_rewards(self) -> bool:
+        """Return whether the environment itself rewards what the model does."""
+        return False
+
+    @property
     def writes(self) -> tuple[Literal["tool", "user"], ...]:
         """Roles of the messages that this environment answers with."""
         return ("tool",)
@@ -112,6 +122,11 @@ class EnvironmentConfig(StrictModel, ABC):
     def num_threads(self) -> int:
         """Number of threads that let environments act; one where they share what only one thread may use."""
         return 1
+
+    @property
+    def most_together(self) -> int | None:
+        """Largest number of episodes that are played at a time; None without a limit."""
+        return None
 
     @property
     def definitions(self) -> tuple[Tool, ...]:

@@ -5,6 +5,7 @@ the next turn is asked for with the sampled ids themselves, followed by what the
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,43 @@ class EpisodeStart:
     seed: int
 
 
+@dataclass(frozen=True)
+class TurnReader:
+    """Reader of the model's turns. parse: reader of calls; None without tools. ends: tokens that end a turn."""
+
+    tokenizer: DocumentTokenizer
+    parse: Parse | None
+    ends: Collection[int]
+
+    @classmethod
+    def proved(
+        cls, tokenizer: DocumentTokenizer, ends: Collection[int], config: EnvironmentConfig, example: Conversation
+    ) -> Self:
+        """Return the reader of the turns that a model's chat template writes; raise DataError for one that is unfit.
+
+        example: a prompt. The template must show calls in a known format, and continue conversations by appending.
+        """
+        template = tokenizer.template
+        is_special = frozenset(tokenizer.special_tokens)
+        parse = parser_for(template.source, is_special, template.name, example.tools) if example.tools else None
+        for role in config.writes:
+            prove(tokenizer, example, role, ends)
+        return cls(tokenizer, parse, ends)
+
+    def with_tools(self, prompt: Conversation) -> Self:
+        """Return the reader of turns that answer a prompt with tools of its own; raise as `proved` does."""
+        template = self.tokenizer.template
+        parse = parser_for(template.source, frozenset(self.tokenizer.special_tokens), template.name, prompt.tools)
+        prove(self.tokenizer, replace(prompt, messages=[make_message("user", "a question")]), "tool", self.ends)
+        return replace(self, parse=parse)
+
+    def read(self, turn: SampledTurn) -> Action | None:
+        """Return what the model did in a turn; None for one that was cut off."""
+        if turn.truncated or not turn.token_ids or turn.token_ids[-1] not in self.ends:
+            return None
+        return action(self.tokenizer.decode(turn.token_ids[:-1]), self.parse)
+
+
 @dataclass
 class Episode:
     """Episode that is under way or over. text: the model's last answer, without special tokens."""
@@ -76,6 +114,7 @@ class Episode:
     environment: Environment
     continuation: Continuation
     began_s: float
+    reader: TurnReader
     segments: list[Segment] = field(default_factory=list)
     text: str = ""
     reward: float = 0.0
@@ -84,6 +123,8 @@ class Episode:
     num_malformed: int = 0
     num_failed: int = 0
     num_cut: int = 0
+    cut_text: str | None = None
+    """Text of the model's last turn, where it was cut off."""
     turns: list[Action] = field(default_factory=list)
     """Actions of the model, turn by turn, without that of a turn that was cut off."""
     answers: list[tuple[Message, ...]] = field(default_factory=list)
@@ -142,36 +183,6 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class TurnReader:
-    """Reader of the model's turns. parse: reader of calls; None without tools. ends: tokens that end a turn."""
-
-    tokenizer: DocumentTokenizer
-    parse: Parse | None
-    ends: Collection[int]
-
-    @classmethod
-    def proved(
-        cls, tokenizer: DocumentTokenizer, ends: Collection[int], config: EnvironmentConfig, example: Conversation
-    ) -> Self:
-        """Return the reader of the turns that a model's chat template writes; raise DataError for one that is unfit.
-
-        example: a prompt. The template must show calls in a known format, and continue conversations by appending.
-        """
-        template = tokenizer.template
-        is_special = frozenset(tokenizer.special_tokens)
-        parse = parser_for(template.source, is_special, template.name, example.tools) if example.tools else None
-        for role in config.writes:
-            prove(tokenizer, example, role, ends)
-        return cls(tokenizer, parse, ends)
-
-    def read(self, turn: SampledTurn) -> Action | None:
-        """Return what the model did in a turn; None for one that was cut off."""
-        if turn.truncated or not turn.token_ids or turn.token_ids[-1] not in self.ends:
-            return None
-        return action(self.tokenizer.decode(turn.token_ids[:-1]), self.parse)
-
-
-@dataclass(frozen=True)
 class Episodes:
     """Player of episodes, all of them turn by turn.
 
@@ -191,9 +202,21 @@ class Episodes:
 
         Raises DataError for an environment that fails and a template that cannot be continued, and as `sample` does.
         """
-        episodes = [self._begun(start) for start in starts]
-        with ThreadPoolExecutor(self.config.num_threads) as pool:
-            while playing := [episode for episode in episodes if episode.end is None]:
+        waiting, episodes = deque(starts), list[Episode]()
+        most = self.config.most_together or max(1, len(starts))
+        pool = ThreadPoolExecutor(self.config.num_threads)
+        try:
+            while True:
+                playing = [episode for episode in episodes if episode.end is None]
+                new = [waiting.popleft() for _ in range(min(len(waiting), most - len(playing)))]
+                began_s, environments = time.monotonic(), [self.make() for _ in new]
+                shown = pool.map(lambda one, start: one.reset(start.row, start.seed), environments, new)
+                # not in the pool: one thread renders and tokenizes
+                begun = [self._begun(*one, began_s) for one in zip(new, environments, shown, strict=True)]
+                episodes += begun
+                playing += begun
+                if not playing:
+                    break
                 turns = sample([self._request(episode) for episode in playing])
                 acting = [
                     (episode, acted)
@@ -203,29 +226,48 @@ class Episodes:
                 steps = pool.map(lambda one: one[0].environment.step(one[1]), acting)
                 for (episode, acted), step in zip(acting, steps, strict=True):
                     self._go_on(episode, acted, step)
-                for episode in playing:
-                    if episode.end:
-                        episode.environment.close()
+                for _ in pool.map(self._close, (episode for episode in playing if episode.end)):
+                    pass
+        finally:
+            # after an error others may still act: they end when the environment is closed
+            pool.shutdown(wait=False, cancel_futures=True)
         return episodes
 
-    def _begun(self, start: EpisodeStart) -> Episode:
-        environment = self.make()
-        if text := environment.reset(start.row, start.seed):
-            start = self._with_observation(start, text)
+    def _begun(
+        self, start: EpisodeStart, environment: Environment, shown: str | Conversation | None, began_s: float
+    ) -> Episode:
+        reader = self.reader
+        if isinstance(shown, Conversation):
+            reader = reader.with_tools(shown) if shown.tools else reader
+            start = self._asking(start, shown)
+        elif shown:
+            start = self._with_observation(start, shown)
         continuation = Continuation(self.reader.tokenizer, start.prompt, start.token_ids)
-        return Episode(start, self.config, environment, continuation, time.monotonic())
+        return Episode(start, self.config, environment, continuation, began_s, reader)
+
+    def _close(self, episode: Episode) -> None:
+        """Free what an episode that is over holds, after its environment has rewarded one that a bound has ended."""
+        if episode.end != "done":
+            episode.reward += episode.environment.cut_short(episode.cut_text)
+        episode.environment.close()
 
     def _with_observation(self, start: EpisodeStart, text: str) -> EpisodeStart:
         """Return a beginning whose question ends with what the environment shows first; DataError without room."""
         *before, question = start.prompt.messages
         observation = _bounded(make_message(question["role"], text), self.config.max_answer_bytes)["content"]
         shown = make_message(question["role"], f"{question['content']}\n\n{observation}")
-        prompt = replace(start.prompt, messages=[*before, shown])
-        _, token_ids = self.reader.tokenizer.encode_prompt(prompt)
+        return self._asking(start, replace(start.prompt, messages=[*before, shown]))
+
+    def _asking(self, start: EpisodeStart, prompt: Conversation) -> EpisodeStart:
+        """Return a beginning with another prompt, rendered. Raises DataError without room, or if no template can."""
+        try:
+            _, token_ids = self.reader.tokenizer.encode_prompt(prompt)
+        except RowError as error:
+            raise DataError(f"{self.reader.tokenizer.template.name} cannot begin an episode: it {error}") from error
         if len(token_ids) + self.turn_tokens > self.most_tokens:
             raise DataError(
                 f"an episode begins with {len(token_ids)} tokens, which leave less than a turn's {self.turn_tokens} of "
-                f"the {self.most_tokens} that prompt and completion may have; raise them, or show less in `reset`"
+                f"the {self.most_tokens} that prompt and completion may have; raise them, or show less at first"
             )
         return replace(start, prompt=prompt, token_ids=token_ids)
 
@@ -238,9 +280,9 @@ class Episodes:
         """Append the model's turn to an episode, and return what the model did; None ends the episode."""
         episode.segments.append(Segment("model", turn.token_ids, turn.log_probabilities))
         episode.text = turn.text
-        acted = self.reader.read(turn)
+        acted = episode.reader.read(turn)
         if acted is None:
-            episode.end = "tokens"
+            episode.end, episode.cut_text = "tokens", turn.text
         return acted
 
     def _go_on(self, episode: Episode, acted: Action, step: Step) -> None:
@@ -254,7 +296,7 @@ class Episodes:
             episode.end = "done"
         elif episode.num_turns >= self.config.max_turns:
             episode.end = "turns"
-        elif time.monotonic() - episode.began_s > self.config.max_episode_s:
+        elif time.monotonic() - episode.began_s >= self.config.max_episode_s:
             episode.end = "seconds"
         else:
             self._answer(episode, step.messages)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,14 @@ from stages.core.program import Program, ProgramEndedError, ProgramError
 from stages.core.redaction import shortened
 from stages.data.messages import RowError, Tool, make_message, parse_tools
 from stages.rewards import code_program
-from stages.rollouts.environments.environment import Action, EnvironmentConfig, MakeEnvironment, Step, tool_message
+from stages.rollouts.environments.environment import (
+    Action,
+    Environment,
+    EnvironmentConfig,
+    MakeEnvironment,
+    Step,
+    tool_message,
+)
 
 MAX_SHOWN = 60
 Ask = Callable[[dict[str, Any]], Any]
@@ -27,8 +34,6 @@ Ask = Callable[[dict[str, Any]], Any]
 
 class PythonEnvironment(EnvironmentConfig):
     """Environment of the recipe's author: `{python: env.py, class_name: Game}`, with `reset` and `step`."""
-
-    GIVES_REWARDS: ClassVar[bool] = True
 
     python: OutsidePath = Field(
         description="Python file with the environment's class; a change of its content builds the stage again."
@@ -45,6 +50,10 @@ class PythonEnvironment(EnvironmentConfig):
     memory_gib: float = Field(
         2.0, ge=0.125, le=1024, description="Limit on the address space of the environments' process, in GiB."
     )
+
+    @property
+    def gives_rewards(self) -> bool:
+        return True
 
     @property
     def writes(self) -> tuple[Literal["tool", "user"], ...]:
@@ -98,7 +107,7 @@ class PythonEnvironment(EnvironmentConfig):
             raise DataError(f"{self.custom_code()} {error}") from error
 
 
-class PythonEpisode:
+class PythonEpisode(Environment):
     """Episode in an object of the author's class, which is known by its number in their process."""
 
     def __init__(self, config: PythonEnvironment, ask: Ask, number: int) -> None:

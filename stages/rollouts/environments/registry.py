@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import Discriminator, Tag
 
 from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.program import ProgramEnvironment
 from stages.rollouts.environments.python import PythonEnvironment
 from stages.rollouts.environments.tools import ToolsEnvironment
 
-ENVIRONMENTS: dict[str, type[EnvironmentConfig]] = {"tools": ToolsEnvironment, "python": PythonEnvironment}
+ENVIRONMENTS: dict[str, type[EnvironmentConfig]] = {
+    "tools": ToolsEnvironment,
+    "python": PythonEnvironment,
+    "program": ProgramEnvironment,
+}
 """Environments by the field that names each in a recipe."""
 
 

@@ -18,6 +18,7 @@ from stages.rollouts.environments import search
 from stages.rollouts.environments.environment import (
     Action,
     Call,
+    Environment,
     EnvironmentConfig,
     MakeEnvironment,
     Step,
@@ -109,7 +110,7 @@ class ToolsEnvironment(EnvironmentConfig):
         return output
 
 
-class ToolsEpisode:
+class ToolsEpisode(Environment):
     """Episode with tools, which keep nothing between calls."""
 
     def __init__(self, runs: Mapping[str, Run], tools: tuple[Tool, ...]) -> None:

@@ -65,7 +65,7 @@ class Completion:
             episode.log_probabilities,
             transcript if config.rewards_see == "transcript" else episode.text,
             episode.end == "tokens",
-            {ENVIRONMENT: episode.reward} if config.GIVES_REWARDS else {},
+            {ENVIRONMENT: episode.reward} if config.gives_rewards else {},
             episode.reward,
             episode.environment_spans,
             episode.metrics,

@@ -146,6 +146,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**GENERATION, "rewards": {"liked": JUDGE, "likely": {"type": "reward_model", "model": "critic"}}},
         {**GENERATION, "rewards": {"liked": {**JUDGE, "template": None, "key_variable": "x"}}},
         {**GENERATION, "environment": {"tools": ["calculator"]}},
+        {**GENERATION, "environment": {"program": "python agent.py", "files": ["agent.py"]}},
     ],
     "promote": [
         {"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]},

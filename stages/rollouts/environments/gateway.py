@@ -1,0 +1,264 @@
+"""Gateway of agent programs: an OpenAI-compatible server whose answers are the turns of episodes.
+
+It listens on the loopback interface. Each episode has a session with a random key, which is one conversation: a request
+must hold all that was sent and answered before, and something new. So what is new can be appended as token ids to what
+was sampled (`continuation.py`), and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from stages.data.messages import Message, Tool
+from stages.rollouts.environments.chats import (
+    MODEL,
+    ChatAnswer,
+    ChatRequest,
+    RefusedRequestError,
+    comparable,
+    read_messages,
+)
+
+MAX_BODY_BYTES = 8 * 2**20
+BODY_TIMEOUT_S = 60.0
+MAX_CONNECTIONS = 1024
+LINGER_S = 2.0
+"""Time in seconds for which a refused program's further data are read, so that it can read the refusal."""
+ONE_CONVERSATION = "an episode is one conversation, with one request at a time"
+GROWS = (
+    "is not what the conversation has there: it may only grow, so send what was sent before, the answers as they were "
+    "given, and then what is new"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Request for a turn: what is new since the last one, in the first all of it. tools: those of the conversation."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...]
+
+
+class Session:
+    """Conversation of one episode. Its requests come in the gateway's thread; other methods are for the episode's.
+
+    events: requests, and whatever else the episode waits for.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
+        """Create the session. most_bytes: of the new messages of a request, after the first."""
+        self.key = secrets.token_urlsafe(32)
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.num_refused = 0
+        self._loop = loop
+        self._most_bytes = most_bytes
+        self._history: list[Any] = []
+        self._tools: tuple[Tool, ...] = ()
+        self._due: list[str] = []
+        """Calls that the next request must answer."""
+        self._is_busy = False
+        self._over: RefusedRequestError | None = None
+        self._pending: asyncio.Future[ChatAnswer] | None = None
+
+    def answer(self, answer: ChatAnswer) -> None:
+        """Answer the request that was taken last."""
+        self._loop.call_soon_threadsafe(self._answer, answer)
+
+    def end(self, reason: str) -> None:
+        """Refuse the request that is under way, if one is, and all that follow. reason: for the program."""
+        self._loop.call_soon_threadsafe(self._end, RefusedRequestError(reason, "context_length_exceeded"))
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold the session for one request. Raises RefusedRequestError while another is under way."""
+        if self._is_busy:
+            raise RefusedRequestError(f"another request is under way: {ONE_CONVERSATION}")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    async def ask(self, request: ChatRequest) -> ChatAnswer:
+        """Let the episode answer a request. Raises RefusedRequestError for one that does not go on with it."""
+        if self._over:
+            raise self._over
+        known = len(self._history)
+        self._check_before(request)
+        new = read_messages(request.raw[known:])
+        if known:
+            self._check_new(new)
+        self._pending = self._loop.create_future()
+        self._history += map(comparable, request.raw[known:])
+        self._tools = request.tools
+        self.events.put(Asked(new, request.tools))
+        return await self._pending
+
+    def _check_before(self, request: ChatRequest) -> None:
+        known = len(self._history)
+        for number, (message, before) in enumerate(zip(request.raw, self._history, strict=False), 1):
+            if comparable(message) != before:
+                raise RefusedRequestError(f"message {number} {GROWS}")
+        if len(request.raw) <= known:
+            raise RefusedRequestError(
+                f"the request has {len(request.raw)} messages and nothing new: {ONE_CONVERSATION}"
+            )
+        if known and request.tools != self._tools:
+            raise RefusedRequestError(
+                f"the tools are not those of the conversation's first request: {ONE_CONVERSATION}"
+            )
+
+    def _check_new(self, messages: list[Message]) -> None:
+        """Raise RefusedRequestError unless messages answer each call of the turn before, and then are the user's."""
+        count = len(self._due)
+        answered = [message.get("tool_call_id") for message in messages if message["role"] == "tool"]
+        if answered != self._due or any(message["role"] != "tool" for message in messages[:count]):
+            raise RefusedRequestError(
+                f"the new messages answer the calls {answered}; expected first a message of the role `tool` for each "
+                f"of {self._due}, in this order"
+            )
+        if others := {message["role"] for message in messages[count:]} - {"user"}:
+            raise RefusedRequestError(f"a new message has the role {', '.join(sorted(others))}; expected `user`")
+        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        if num_bytes > self._most_bytes:
+            raise RefusedRequestError(
+                f"the new messages have {num_bytes} bytes, of at most {self._most_bytes} (`max_answer_bytes`)",
+                "string_above_max_length",
+            )
+
+    def _answer(self, answer: ChatAnswer) -> None:
+        assert self._pending
+        self._history.append(comparable(answer.message))
+        self._due = answer.calls
+        if not self._pending.done():  # the program may have hung up
+            self._pending.set_result(answer)
+
+    def _end(self, refusal: RefusedRequestError) -> None:
+        self._over = refusal
+        if self._pending and not self._pending.done():
+            self._pending.set_exception(refusal)
+
+
+class Gateway:
+    """HTTP server of the sessions of episodes, which answers in a thread of its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self._loop = loop
+        self._sessions: dict[str, Session] = {}
+
+    def session(self, most_bytes: int) -> Session:
+        """Open a session, with a key of its own. most_bytes: as of `Session`."""
+        session = Session(self._loop, most_bytes)
+        self._sessions[session.key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget a session: its key is no longer taken."""
+        session.end("the episode is over")
+        self._sessions.pop(session.key, None)
+
+    async def respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of a program."""
+        session = self._session_of(request)
+        try:
+            if session is None:
+                raise RefusedRequestError("the key is that of no episode", "invalid_api_key", 401)
+            if (request.method, request.path) == ("GET", "/v1/models"):
+                return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            if (request.method, request.path) != ("POST", "/v1/chat/completions"):
+                raise RefusedRequestError("there is /v1/chat/completions alone", "not_found", 404)
+            with session.taken():
+                chat = ChatRequest.parsed(await _body_of(request))
+                answer = await session.ask(chat)
+            return await _streamed(request, answer, chat) if chat.streams else web.json_response(answer.content)
+        except RefusedRequestError as refusal:
+            if session:
+                session.num_refused += 1
+            response = web.json_response(refusal.content, status=refusal.status)
+            response.force_close()  # its body may not have been read
+            return response
+
+    def _session_of(self, request: web.BaseRequest) -> Session | None:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        found = [
+            one for one in list(self._sessions.values()) if hmac.compare_digest(f"Bearer {one.key}".encode(), given)
+        ]
+        return found[0] if found else None
+
+
+async def _body_of(request: web.BaseRequest) -> bytes:
+    too_large = RefusedRequestError(f"the body has more than {MAX_BODY_BYTES} bytes", "request_too_large", 413)
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError as error:
+        raise RefusedRequestError(f"the body took over {BODY_TIMEOUT_S:g} s", "timeout", 408) from error
+    return bytes(body)
+
+
+async def _streamed(request: web.BaseRequest, answer: ChatAnswer, chat: ChatRequest) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in answer.events():
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write_eof(b"data: [DONE]\n\n")
+    return response
+
+
+class _BoundedServer(web.Server):
+    """HTTP server that closes connections beyond `MAX_CONNECTIONS`."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        if len(self.connections) >= MAX_CONNECTIONS:
+            transport.abort()
+        super().connection_made(handler, transport)
+
+
+@contextmanager
+def listening() -> Iterator[Gateway]:
+    """Run a gateway in a thread, on a free port of the loopback interface, until the context ends."""
+    with socket.create_server(("127.0.0.1", 0)) as public:
+        loop = asyncio.new_event_loop()
+        gateway = Gateway(loop, public.getsockname()[1])
+        stop, ready = asyncio.Event(), threading.Event()
+
+        async def serve() -> None:
+            server = _BoundedServer(
+                gateway.respond, handler_cancellation=True, access_log=None, lingering_time=LINGER_S
+            )
+            listener = await loop.create_server(server, sock=public)
+            ready.set()
+            await stop.wait()
+            listener.close()
+            server.pre_shutdown()
+            await server.shutdown(1.0)
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="gateway", daemon=True)
+        thread.start()
+        try:
+            ready.wait()
+            yield gateway
+        finally:
+            loop.call_soon_threadsafe(stop.set)  # asyncio's events may be set in their loop's thread only
+            thread.join()
+            loop.close()

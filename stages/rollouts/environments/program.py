@@ -1,0 +1,221 @@
+"""Environment that is an agent program of the recipe's author, which asks a gateway for the model's turns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import queue
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PositiveInt, field_validator
+
+from stages.core.contract import OutsidePath
+from stages.core.errors import DataError
+from stages.core.redaction import shortened
+from stages.data.messages import Conversation
+from stages.rewards import code_program
+from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment, Step
+
+if TYPE_CHECKING:  # an HTTP server, which plans do without
+    from stages.rollouts.environments.agent_process import AgentCommand, AgentProcess, Ended
+    from stages.rollouts.environments.gateway import Gateway
+
+MAX_SHOWN = 300
+
+
+class ProgramEnvironment(EnvironmentConfig):
+    """Agent program that asks for the model's turns by OpenAI's API: `{program: python a.py, files: [a.py]}`."""
+
+    program: str = Field(
+        min_length=1,
+        description="Command line of the agent program, in words as a shell splits them; it runs where the first of "
+        "`files` lies. `python` is the pipeline's own.",
+    )
+    files: tuple[OutsidePath, ...] = Field(
+        min_length=1,
+        description="Files and folders that the program consists of, which it may read; a change of their content "
+        "builds the stage again.",
+    )
+    gives_reward: bool = Field(
+        True, description='Whether the last line that the program prints is its reward, as JSON: `{"reward": 1.0}`.'
+    )
+    max_answer_bytes: PositiveInt = Field(
+        65_536, description="Largest number of bytes of a request's new messages; a request with more is refused."
+    )
+    memory_gib: float = Field(
+        4.0, ge=0.125, le=1024, description="Limit on the address space of each of the program's processes, in GiB."
+    )
+    num_together: Annotated[int, Field(ge=1, le=256)] = Field(
+        16, description="Largest number of episodes at a time, each with a program of its own."
+    )
+
+    @field_validator("program")
+    @classmethod
+    def _is_a_command(cls, command: str) -> str:
+        if not shlex.split(command):  # ValueError for a quotation without an end
+            raise ValueError("the command line is empty")
+        return command
+
+    @property
+    def gives_rewards(self) -> bool:
+        return self.gives_reward
+
+    @property
+    def writes(self) -> tuple[Any, ...]:
+        return ("user",)
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_together
+
+    @property
+    def most_together(self) -> int:
+        return self.num_together
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[MakeEnvironment]:
+        from stages.rollouts.environments.agent_process import AgentCommand
+        from stages.rollouts.environments.gateway import listening
+
+        first = self.files[0]
+        if missing := [path for path in self.files if not path.exists()]:
+            raise DataError(f"the agent program's file {missing[0]} does not exist; correct `files`")
+        with listening() as gateway:
+            episodes: set[ProgramEpisode] = set()
+            limits = {
+                "memory_bytes": int(self.memory_gib * 2**30),
+                "port": gateway.port,
+                "readable": [str(path.resolve()) for path in self.files],
+            }
+            folder = first if first.is_dir() else first.parent
+            command = AgentCommand(shlex.split(self.program), folder, limits)
+
+            def make() -> ProgramEpisode:
+                episodes.add(episode := ProgramEpisode(self, gateway, command, episodes.discard))
+                return episode
+
+            try:
+                yield make
+            finally:
+                for episode in [*episodes]:  # those that an error has left
+                    episode.close()
+
+    def warnings(self) -> Iterator[str]:
+        if code_program.landlock_version() < code_program.NETWORK_VERSION:
+            yield (
+                f"{self.custom_code()} can open connections and read files on this machine: its kernel's Landlock "
+                "restricts no ports (Linux 6.7 and later)"
+            )
+
+    def custom_code(self) -> str:
+        return f"the program {self.program}"
+
+
+class ProgramEpisode(Environment):
+    """Episode that a process of the program leads."""
+
+    def __init__(
+        self,
+        config: ProgramEnvironment,
+        gateway: Gateway,
+        command: AgentCommand,
+        on_close: Callable[[ProgramEpisode], None],
+    ) -> None:
+        """Create the episode, whose program `reset` starts."""
+        self._config, self._gateway, self._command, self._on_close = config, gateway, command, on_close
+        self._session = gateway.session(config.max_answer_bytes)
+        self._process: AgentProcess | None = None
+        self._deadline_s = math.inf
+        self._num_turns = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Conversation:
+        from stages.rollouts.environments.agent_process import AgentProcess, Ended
+        from stages.rollouts.environments.chats import MODEL
+
+        self._deadline_s = time.monotonic() + self._config.max_episode_s
+        names = {"OPENAI_BASE_URL": self._gateway.url, "OPENAI_API_KEY": self._session.key, "OPENAI_MODEL": MODEL}
+        with self._lock:
+            if self._is_closed:
+                raise self._error("was ended before it began")
+            question = {"row": row, "seed": seed}
+            self._process = AgentProcess(self._command, names, question, self._session.events.put)
+        event = self._next()
+        if event is None:
+            raise self._error(f"asked for no turn within max_episode_s, {self._config.max_episode_s:g} s")
+        if isinstance(event, Ended):
+            raise self._error(f"ended with exit code {event.exit_code} before it asked for a turn{_shown(event)}")
+        return Conversation(event.messages, tools=event.tools)
+
+    def step(self, action: Action) -> Step:
+        from stages.rollouts.environments.agent_process import Ended
+        from stages.rollouts.environments.chats import ChatAnswer
+
+        self._session.answer(ChatAnswer.of(action, self._num_turns))
+        self._num_turns += 1
+        event = self._next()
+        if event is None:  # which ends the episode
+            return Step(())
+        if isinstance(event, Ended):
+            return Step((), self._reward(event), done=True)
+        return Step(tuple(event.messages))
+
+    def cut_short(self, text: str | None) -> float:
+        from stages.rollouts.environments.agent_process import Ended
+        from stages.rollouts.environments.chats import ChatAnswer
+
+        if text is not None:
+            self._session.answer(ChatAnswer({"role": "assistant", "content": text}, "length"))
+        self._session.end("the episode is at a bound of turns, tokens or seconds: it gets no further turn")
+        event = self._next()
+        try:
+            return self._reward(event) if isinstance(event, Ended) else 0.0
+        except DataError:  # a program may fail when it is refused a turn
+            return 0.0
+
+    def close(self) -> None:
+        self._gateway.close(self._session)
+        with self._lock:
+            self._is_closed = True
+            if self._process:
+                self._process.close()
+        self._session.events.put(None)  # for a thread that waits, once another episode has failed
+        self._on_close(self)
+
+    def _next(self) -> Any:
+        """Return the program's next request, or its end; None when the episode's time is over."""
+        try:
+            return self._session.events.get(timeout=max(0.0, self._deadline_s - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _reward(self, ended: Ended) -> float:
+        """Return the reward in the last line that a program printed; raise DataError for one that failed."""
+        if ended.exit_code:
+            raise self._error(f"ended with exit code {ended.exit_code}{_shown(ended)}")
+        if not self._config.gives_reward:
+            return 0.0
+        lines = ended.printed.strip().splitlines() or [""]
+        try:
+            reward = json.loads(lines[-1])["reward"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            reward = None
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
+            shown = shortened(lines[-1], MAX_SHOWN) or "nothing"
+            raise self._error(f'printed {shown} as its last line; expected its reward, such as {{"reward": 1.0}}')
+        return float(reward)
+
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"{self._config.custom_code()} {problem}")
+
+
+def _shown(ended: Ended) -> str:
+    """Return the last of what a program complained about, to end a sentence."""
+    complaint = ended.complaint.strip()
+    return f": {shortened(complaint.splitlines()[-1], MAX_SHOWN)}" if complaint else ""

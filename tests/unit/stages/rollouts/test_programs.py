@@ -1,0 +1,371 @@
+"""Agent programs lead episodes: real processes ask the gateway by HTTP, and a server of a scripted model samples.
+
+The oracle of token ids is Transformers, which renders and tokenizes a program's whole conversation at once.
+"""
+
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from transformers import AutoTokenizer
+
+from stages.core.errors import DataError
+from stages.core.process_tree import living_processes
+from stages.data.calculator import DEFINITION
+from stages.data.files import Portion
+from stages.hubs.builtin import qwen3_tools
+from stages.kinds.generate.config import GenerateConfig
+from stages.rewards import code_program
+from stages.rollouts.acting import PlayedEpisode, play_all
+from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.registry import AnyEnvironment
+from stages.rollouts.prompts import read_prompts
+from stages.serving.client import Client
+from stages.serving.served_models import ServedModel
+from tests.http_server import serving
+
+QUESTION = "What is 12 * 34?"
+TOOLS = json.dumps([DEFINITION])
+HEAD = """
+import json, os, sys, time, urllib.error, urllib.request
+
+asked = json.loads(sys.stdin.readline())
+row, URL, KEY = asked["row"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+TOOLS = json.loads(row["tools_of"])
+first = {"role": "user", "content": row["prompt"]}
+
+def post(body, key=KEY, path="/chat/completions"):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request(URL + path, body, headers))
+
+def ask(messages, **fields):
+    return json.load(post(json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, **fields}).encode()))
+
+def refused(messages, **fields):
+    try:
+        ask(messages, **fields)
+    except urllib.error.HTTPError as error:
+        return [error.code, json.load(error)["error"]["code"]]
+
+def reward(value, **more):
+    print(json.dumps({"reward": value, **more}))
+"""
+RIGHT = 'reward(float(ask([first])["choices"][0]["message"]["content"] == row["answer"]))'
+WITH_A_TOOL = """
+messages = [{"role": "system", "content": "Calculate."}, first]
+while True:
+    message = ask(messages, tools=TOOLS, temperature=0.1)["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        expression = json.loads(call["function"]["arguments"])["expression"]
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(eval(expression))})
+print("noise")
+reward(float(message["content"] == row["answer"]), metrics={"messages": len(messages)})
+"""
+
+
+class Server:
+    """Server of a model that says what a script says to a prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.asked: list[dict[str, Any]] = []
+        self.script: Callable[[str], str] = lambda prompt: "408"
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(body)
+        text = self.script(self.tokenizer.decode(body["prompt"]))
+        ids = self.tokenizer.encode(f"{text}<|im_end|>")
+        is_cut = len(ids) > body["max_tokens"]
+        ids = ids[: body["max_tokens"]]
+        log_probabilities = {"token_logprobs": [-0.5] * len(ids)}
+        reason = "length" if is_cut else "stop"
+        choice = {"text": text, "finish_reason": reason, "token_ids": ids, "logprobs": log_probabilities}
+        return {"choices": [choice], "usage": {"completion_tokens": len(ids)}}
+
+
+def calls_once(prompt: str) -> str:
+    """Say the result of a tool, if the prompt has one; else call the calculator."""
+    if given := re.findall(r"<tool_response>\n(.*)\n</tool_response>", prompt):
+        return given[-1]
+    call = {"name": "calculator", "arguments": {"expression": "12 * 34"}}
+    return f"Let me see.<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer = qwen3_tools.make_tokenizer()
+    tokenizer.save_pretrained(made)
+    (made / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}))
+    return made
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    state = Server(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = json.dumps(
+                state.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            ).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as url:
+        state.served = ServedModel(Client(url, "key", "sft"), folder, 400, False)  # type: ignore[attr-defined]
+        yield state
+
+
+def environment(tmp_path: Path, body: str, **fields: Any) -> EnvironmentConfig:
+    (tmp_path / "agent.py").write_text(HEAD + body)
+    tree = {"program": "python agent.py", "files": [tmp_path / "agent.py"], **fields}
+    return TypeAdapter(AnyEnvironment).validate_python(tree)
+
+
+def play(server: Any, tmp_path: Path, body: str, num_samples: int = 1, **fields: Any) -> list[PlayedEpisode]:
+    """Play episodes that a program leads, through the sampling client of stages that generate and evaluate."""
+    config = environment(tmp_path, body, **fields)
+    tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "a"}, "environment": config.model_dump()}
+    read = GenerateConfig.model_validate({**tree, "num_samples": 2, "max_tokens": 64, "keep": "best"})
+    (tmp_path / "sets").mkdir(exist_ok=True)
+    row = {"prompt": QUESTION, "answer": "408", "tools_of": TOOLS}
+    (tmp_path / "sets" / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert read.environment
+    prompts = read_prompts(
+        tmp_path / "sets", replace(read.prompt_options, portion=Portion("training", "a")), server.served.folder
+    )
+    before, kept = {*living_processes()}, tmp_path / "kept"
+    kept.unlink(missing_ok=True)
+    folders = homes()
+    try:
+        options = replace(read.sampling_options, num_samples=num_samples)
+        return play_all(server.served, prompts, read.environment, options, kept, print, print)
+    finally:
+        deadline_s = time.monotonic() + 5
+        while children() - before and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not children() - before and not homes() - folders
+        assert "gateway" not in {thread.name for thread in threading.enumerate()}
+
+
+def children() -> set[int]:
+    return {pid for pid, (parent, _) in living_processes().items() if parent == os.getpid()}
+
+
+def homes() -> set[Path]:
+    return {*Path(tempfile.gettempdir()).glob("agent-*")}
+
+
+def test_a_program_s_episode_is_what_the_sampler_answered(server: Any, tmp_path: Path) -> None:
+    (episode,) = play(server, tmp_path, RIGHT)
+    assert (episode.reward, episode.end, episode.text) == (1.0, "done", "408")
+    assert episode.prompt_ids == server.asked[0]["prompt"] and [one.author for one in episode.segments] == ["model"]
+    assert server.tokenizer.decode(episode.segments[0].token_ids) == "408<|im_end|>"
+
+
+def test_tools_of_a_program_are_called_token_in_token_out(server: Any, tmp_path: Path) -> None:
+    server.script = calls_once
+    for episode in play(server, tmp_path, WITH_A_TOOL, num_samples=3, num_together=2):
+        assert (episode.reward, episode.end, episode.metrics["calls"]) == (1.0, "done", 1.0)
+        function = {"name": "calculator", "arguments": {"expression": "12 * 34"}}
+        call = {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        messages = [
+            {"role": "system", "content": "Calculate."},
+            {"role": "user", "content": QUESTION},
+            call,
+            {"role": "tool", "content": "408"},
+        ]
+        shown = server.tokenizer.apply_chat_template(
+            messages, tools=[DEFINITION], tokenize=False, add_generation_prompt=True
+        )
+        after = [token for one in episode.segments[:2] for token in one.token_ids]
+        assert [*episode.prompt_ids, *after] == server.tokenizer.encode(shown)
+        assert [one.author for one in episode.segments] == ["model", "environment", "model"]
+        assert episode.answer[0]["tool_calls"] and episode.asked[0]["role"] == "system"
+
+
+STREAMED = """
+events = post(json.dumps({"model": "policy", "messages": [first], "stream": True, "tools": TOOLS}).encode())
+lines = [line.decode().strip() for line in events if line.strip()]
+assert lines[-1] == "data: [DONE]", lines
+chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+(call,) = (call for delta in deltas for call in delta.get("tool_calls", ()))
+text = "".join(delta.get("content") or "" for delta in deltas)
+said = {"role": "assistant", "content": [{"type": "text", "text": text}], "refusal": None}
+said["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")}]
+answer = {"role": "tool", "tool_call_id": call["id"], "content": "408"}
+last = ask([first, said, answer, {"role": "user", "content": "So?"}], tools=TOOLS)
+reward(chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and float(last["choices"][0]["message"]["content"]))
+"""
+REFUSED = """
+import threading
+said = []
+thread = threading.Thread(target=lambda: said.append(ask([first])["choices"][0]["message"]))
+thread.start()
+time.sleep(0.2)
+found = [refused([first])]  # two at once
+thread.join()
+so = {"role": "user", "content": "So?"}
+found.append(refused([first, {**said[0], "content": "409"}, so]))  # edits history
+found.append(refused([{"role": "user", "content": "Another?"}]))  # begins another conversation
+found.append(refused([first, said[0]]))  # nothing new
+found.append(refused([first, said[0], {"role": "tool", "tool_call_id": "a", "content": "1"}]))  # of no call
+found.append(refused([first, said[0], so], tools=TOOLS))
+for name, value in (("n", 2), ("logprobs", True), ("stop", ["x"]), ("tool_choice", "required"), ("surprise", 1)):
+    found.append(refused([first, said[0], so], **{name: value}))
+found.append(refused([first, said[0], so], model="gpt-5"))
+found.append(refused([first, said[0], {"role": "user", "content": "x" * 70_000}]))
+bodies = [(b"x" * 100_000_000, {}), (b"[" * 100_000, {})]
+for body, options in [*bodies, (b"{}", {"key": "wrong"}), (b"{}", {"path": "/embeddings"})]:
+    try:
+        post(body, **options)
+    except urllib.error.HTTPError as error:
+        found.append([error.code, json.load(error)["error"]["code"]])
+last = ask([first, said[0], so], temperature=9, max_tokens=1, seed=3, n=1, user="me")
+reward(float(last["choices"][0]["message"]["content"]))
+print(json.dumps(found), file=sys.stderr)
+if found != json.loads(row["expected"]):
+    sys.exit(str(found))
+"""
+FOUND = [
+    *([[400, "invalid_request"]] * 6),
+    *([[400, "unsupported_parameter"]] * 5),
+    [404, "model_not_found"],
+    [400, "string_above_max_length"],
+    [413, "request_too_large"],
+    [400, "invalid_request"],
+    [401, "invalid_api_key"],
+    [404, "not_found"],
+]
+
+
+def test_streamed_answers_and_a_client_s_form_of_them_go_on(server: Any, tmp_path: Path) -> None:
+    server.script = calls_once
+    (episode,) = play(server, tmp_path, STREAMED)
+    assert (episode.reward, episode.end) == (408.0, "done")
+    assert [message["role"] for message in episode.answer] == ["assistant", "tool", "user", "assistant"]
+
+
+def test_what_does_not_go_on_with_the_conversation_is_refused(server: Any, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        time.sleep(0.5)
+        return "408"
+
+    server.script = script
+    body = REFUSED.replace('row["expected"]', repr(json.dumps(FOUND)))
+    (episode,) = play(server, tmp_path, body)
+    assert (episode.reward, episode.end, episode.metrics["turns"]) == (408.0, "done", 2.0)
+    assert all((body["temperature"], body["max_tokens"]) == (1.0, 64) for body in server.asked)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("ask([first])\nraise KeyError('here')", "exit code 1: KeyError: 'here'"),
+        ("ask([first])\nprint('rubbish')", "printed rubbish as its last line; expected its reward"),
+        ("ask([first])\nprint('{\"reward\": NaN}')", 'printed {"reward": NaN} as its last line'),
+        ("ask([first])", "printed nothing as its last line"),
+        ("print('{\"reward\": 1}')", "ended with exit code 0 before it asked for a turn"),
+        ("ask([first])\nwhile True: print('x' * 1_000_000)", "exit code -9: it printed more than 64 MiB"),
+        ("ask([first])\nx = bytearray(3 << 30)", "exit code 1: MemoryError"),
+    ],
+)
+def test_a_program_that_fails_ends_the_stage_with_one_sentence(
+    body: str, expected: str, server: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        play(server, tmp_path, body, num_samples=2, memory_gib=1)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+AT_A_BOUND = """
+messages = [first]
+try:
+    while True:
+        answer = ask(messages)["choices"][0]
+        messages += [answer["message"], {"role": "user", "content": "Again."}]
+except urllib.error.HTTPError as error:
+    assert json.load(error)["error"]["code"] == "context_length_exceeded"
+reward(len(messages) + (answer["finish_reason"] == "length") / 2)
+"""
+
+
+def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
+    (episode,) = play(server, tmp_path, AT_A_BOUND, max_turns=3)
+    assert (episode.end, episode.reward, episode.metrics["turns"], episode.truncated) == ("turns", 7.0, 3.0, True)
+    server.script = lambda prompt: "408 " * 100
+    (episode,) = play(server, tmp_path, AT_A_BOUND)
+    assert (episode.end, episode.reward, episode.metrics["turns"]) == ("tokens", 3.5, 1.0)
+    server.script = lambda prompt: "408"
+    began_s = time.monotonic()
+    (episode,) = play(server, tmp_path, "ask([first])\ntime.sleep(1000)", max_episode_s=1.5)
+    assert (episode.end, episode.reward) == ("seconds", 0.0) and time.monotonic() - began_s < 10
+    again = 'ask([first, ask([first])["choices"][0]["message"], first])'
+    (episode,) = play(server, tmp_path, again, max_turns=1)
+    assert (episode.end, episode.reward) == ("turns", 0.0), "it was refused a turn, and failed"
+
+
+CONFINED = """
+import socket, subprocess
+ask([first])
+found = []
+for attempt in (
+    lambda: socket.create_connection(("127.0.0.1", PORT)),
+    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    lambda: socket.socket(socket.AF_UNIX),
+    lambda: open("secret").read(),
+    lambda: open("new", "w"),
+    lambda: open(f"/proc/{os.getppid()}/environ").read(),
+    lambda: os.kill(os.getppid(), 0),
+):
+    try:
+        attempt()
+        found.append("done")
+    except PermissionError:
+        found.append("refused")
+with open(os.path.join(os.environ["HOME"], "own"), "w") as own:
+    own.write("mine")
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+reward(found.count("refused"), metrics={"found": 1})
+"""
+
+
+@pytest.mark.skipif(code_program.landlock_version() < 6, reason="Landlock keeps from ports and signals from Linux 6.12")
+def test_a_program_reaches_the_gateway_alone_and_leaves_nothing(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    port = server.served.client.url.rpartition(":")[2]
+    (episode,) = play(server, tmp_path, CONFINED.replace("PORT", port))
+    assert (episode.reward, episode.end) == (7.0, "done")
+    assert not (tmp_path / "new").exists()
+    assert "sleep 1000" not in "".join(read_command(pid) for pid in living_processes())
+
+
+def read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
