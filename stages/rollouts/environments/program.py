@@ -42,7 +42,7 @@ class ProgramEnvironment(EnvironmentConfig):
         "builds the stage again.",
     )
     gives_reward: bool = Field(
-        True, description='Whether the last line that the program prints is its reward, as JSON: `{"reward": 1.0}`.'
+        True, description='The last line that the program prints is its reward, as JSON: `{"reward": 1.0}`.'
     )
     max_answer_bytes: PositiveInt = Field(
         65_536, description="Largest number of bytes of a request's new messages; a request with more is refused."
