@@ -26,13 +26,12 @@ def main(limits: str, *words: str) -> None:
     """Confine this process, and run the program in it; exit with code 127 if there is no such program."""
     end_with_asking_process()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = shutil.which(words[0], path=environment["PATH"])
-    if found is None:
+    executable = shutil.which(words[0], path=environment["PATH"])
+    if executable is None:
         sys.exit(f"there is no program {words[0]!r}")
     asked = json.loads(limits)
-    executable = Path(found)
     # a virtual environment, and the installation that it is of
-    installed = [path.parents[1] for path in (executable, executable.resolve()) if len(path.parents) > 2]
+    installed = [path.parents[1] for path in (Path(executable), Path(executable).resolve()) if len(path.parents) > 2]
     readable = [*code_program.READABLE, *READABLE, *installed, *map(Path, asked["readable"])]
     writable = [Path(environment["HOME"]), *(Path("/dev") / name for name in ("null", "tty"))]
     for limit, value in (
@@ -48,7 +47,7 @@ def main(limits: str, *words: str) -> None:
         code_program.restrict_files(readable, writable, port=asked["port"])
     with contextlib.suppress(OSError):  # without libseccomp; Landlock has restricted TCP
         code_program.permit_tcp_only()
-    os.execve(found, [words[0], *words[1:]], environment)  # noqa: S606 - the recipe's program
+    os.execve(executable, [words[0], *words[1:]], environment)  # noqa: S606 - the recipe's program
 
 
 if __name__ == "__main__":
