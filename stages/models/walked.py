@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,8 @@ LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
 LONGEST_REASON = 300
 REVISION = 14
 """Number of what a walk measures: answers of another are measured again."""
+FAILURE_HOLDS_S = 24 * 3600
+"""Time for which a walk that met its limits, after two minutes, is not tried again; busy machines reach them, too."""
 
 
 def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None) -> ModelShape:
@@ -50,8 +53,8 @@ def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None)
             f"measuring the layers of the {family} model, once for its config.json and this Transformers (some seconds)"
         )
         answer = _ask(kept, text, str(family))
-    if "error" in answer:
-        raise ModelError(answer["error"])
+    if error := answer.get("error") or answer.get("failure"):
+        raise ModelError(error)
     return ModelShape.from_json(json.dumps(answer["shape"]))
 
 
@@ -67,15 +70,17 @@ def answer_to(question: str) -> Path:
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
-    """Return a kept answer; None if there is none, or none that this version of the program can read."""
+    """Return a kept answer; None if there is none, an old failure, or none that this version can read."""
     try:
         with kept.open("rb") as stream:
             answer: dict[str, Any] = json.loads(stream.read(LARGEST_ANSWER))
+            age_s = time.time() - os.fstat(stream.fileno()).st_mtime
         if "shape" in answer:
             ModelShape.from_json(json.dumps(answer["shape"]))
     except (OSError, ValueError):
         return None
-    return answer if answer.keys() & {"shape", "error"} else None
+    holds = {"shape", "error"} | ({"failure"} if age_s < FAILURE_HOLDS_S else set())
+    return answer if answer.keys() & holds else None
 
 
 def _ask(kept: Path, text: str, family: str) -> dict[str, Any]:
@@ -93,9 +98,10 @@ def _ask(kept: Path, text: str, family: str) -> dict[str, Any]:
 
 
 def _walk(text: str, family: str) -> dict[str, Any]:
-    """Return the answer of a process that walks. Raises ModelError if it gave none: that is not kept."""
+    """Return the answer of a process that walks, or as `failure` why it gave none, such as at its limits."""
     alone = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     begin = f"measuring the layers of a {family} model from its config.json"
+    end = f"; it is tried again after {FAILURE_HOLDS_S // 3600} hours"
     try:
         done = subprocess.run(
             [sys.executable, "-m", PROGRAM],
@@ -105,12 +111,11 @@ def _walk(text: str, family: str) -> dict[str, Any]:
             env={**os.environ, **alone},
             check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(f"{begin} took more than {LIMIT_S:g} s") from error
+    except subprocess.TimeoutExpired:
+        return {"failure": f"{begin} took more than {LIMIT_S:g} s{end}"}
     if done.returncode or len(done.stdout) > LARGEST_ANSWER:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise ModelError(
-            f"{begin} failed, maybe at the limits of its memory or time: {shortened(last[0], LONGEST_REASON)}"
-        )
+        reason = shortened(last[0], LONGEST_REASON)
+        return {"failure": f"{begin} failed, maybe at the limits of its memory or time: {reason}{end}"}
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
