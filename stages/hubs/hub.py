@@ -52,7 +52,7 @@ class StreamingHub(Hub, Protocol):
 class Request:
     """Request for some files of a model or dataset: its source, and the patterns of the files' names.
 
-    patterns: globs; None takes the usual files. with_media: pictures of a dataset, too. limit_s: of a single attempt,
+    patterns: globs; None takes the usual files. with_media: media of a dataset, too. limit_s: of a single attempt,
     where an answer is needed at once.
     """
 

@@ -1,7 +1,7 @@
 """Checks and selection of the files that a hub lists; their names, sizes and digests are not trusted.
 
 A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it. A
-dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet, and pictures where the recipe asks for
+dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet, and media where the recipe asks for
 them; never loading scripts.
 """
 
@@ -20,6 +20,7 @@ from stages.core.errors import DataError, DownloadError, ModelError
 from stages.core.hashing import content_hasher
 from stages.core.redaction import quoted, shortened
 from stages.hubs.hub import Request, Source
+from stages.models.media import SUFFIXES
 from stages.models.model_folder import PICKLE_SUFFIXES
 
 FileSize = Annotated[int, Field(ge=0, lt=2**63)]
@@ -38,7 +39,7 @@ ODD = re.compile(r"^[/.]|[/][/.]|\\|/$|^$")
 MAX_SHOWN_CHARACTERS = 500
 _TEXT_DATA = (".jsonl", ".ndjson", ".json", ".csv")
 _DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))
-_MEDIA_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
+_MEDIA_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 _MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
@@ -187,7 +188,7 @@ def _is_model_file(name: str, names: list[str]) -> bool:
 
 
 def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
-    """Return the names of a dataset's data files, pictures if asked for, card and licence, to be downloaded."""
+    """Return the names of a dataset's data files, media if asked for, card and licence, to be downloaded."""
     data = [
         name
         for name in names

@@ -20,6 +20,12 @@ TOWERS: dict[ModelPart, MediaKind] = {"vision_tower": "image", "audio_tower": "a
 TOWER_OF: dict[MediaKind, ModelPart] = {"image": "vision_tower", "video": "vision_tower", "audio": "audio_tower"}
 NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "sound"}
 """Names of the kinds in messages."""
+SUFFIXES: dict[MediaKind, tuple[str, ...]] = {
+    "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif"),
+    "video": (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mpg", ".mpeg"),
+    "audio": (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3"),
+}
+"""Endings of the names of files with media of each kind, in small letters; those of formats that are decoded."""
 DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}
 """Metrics of the artifact of a training: number of different media of each kind that the model learned from."""
 SHOWN_TO_ANY: frozenset[MediaKind] = frozenset({"image"})

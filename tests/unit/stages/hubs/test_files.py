@@ -149,15 +149,17 @@ def test_a_missing_path_is_named(download: Download) -> None:
         download(model="file:///nowhere/model")
 
 
-def test_pictures_come_where_the_recipe_asks_for_them(download: Download, tmp_path: Path) -> None:
+def test_media_come_where_the_recipe_asks_for_them(download: Download, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     (folder / "images").mkdir(parents=True)
     (folder / "train.jsonl").write_text("{}\n")
-    (folder / "images" / "a.PNG").write_bytes(b"a")
+    media = {"a.PNG", "b.mp4", "c.webm", "d.wav", "e.Mp3"}
+    for name in media:
+        (folder / "images" / name).write_bytes(b"a")
     source = f"file://{folder}"
     before = revision(dataset=source), revision(dataset=source, media=True)
     (folder / "images" / "a.PNG").write_bytes(b"b")
     assert revision(dataset=source) == before[0]
     assert revision(dataset=source, media=True) != before[1]
     download(dataset=source, media=True)
-    assert {path.name for path in (tmp_path / "data").rglob("*.*")} == {"train.jsonl", "a.PNG"}
+    assert {path.name for path in (tmp_path / "data").rglob("*.*")} == {"train.jsonl", *media}
