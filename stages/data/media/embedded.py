@@ -11,6 +11,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def without_pixels(value: Any) -> Any:
 
 
 def _bytes_in(value: bytes | str) -> bytes:
+    """Return the bytes that a value holds as base64, else its own."""
     try:
         return embedded_bytes(value) or b""
     except PictureError:
@@ -109,13 +111,12 @@ def is_embedded(path: str) -> bool:
 
 
 def _media_in(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of all media inside a row."""
+    """Yield the bytes of all media inside a row, and of what only looks like media, such as a text "data: …"."""
     if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
-        data = embedded_bytes(value)
-        if data is not None:
-            yield data
+        yield _bytes_in(value)
     elif isinstance(value, dict) and _is_input_audio(value):
-        yield embedded_bytes(value) or b""
+        with suppress(PictureError):  # of what only looks like a sound, such as a tool's arguments
+            yield embedded_bytes(value) or b""
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _media_in(item)
