@@ -48,8 +48,14 @@ MESSAGE_FIELDS = (
     "tool_call_id",
 )
 """Fields of a message that are used in some format or role; others are reported as ignored."""
-PART_TYPES = {"text", "reasoning", "tool_call"}
-"""Supported types of text parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning": "reasoning",
+    "tool_call": "tool_call",
+}
+"""Meaning of the types of text parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
 MEDIA_PARTS: dict[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -366,18 +372,18 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
         return item
     where = f"`{content_key}` of {name}"
     types = {str(part.get("type")) for part in parts if isinstance(part, dict)}
-    if others := sorted(types - PART_TYPES - MEDIA_PARTS.keys()):
+    if others := sorted(types - TEXT_PARTS.keys() - MEDIA_PARTS.keys()):
         raise RowError(
             f"has {', '.join(others)} in {where}; expected parts of the types text and {listed(MEDIA_PARTS)}"
         )
     if types & MEDIA_PARTS.keys():
         return {**item, content_key: [_media_or_text(part, where) for part in parts]}
-    texts: dict[str, list[str]] = {kind: [] for kind in PART_TYPES}
+    texts: dict[str, list[str]] = {kind: [] for kind in TEXT_PARTS.values()}
     for part in parts:
         text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise RowError(f"has a list as {where}; expected a string, or a list of {{type: text, text}}")
-        texts[part["type"]].append(text)
+        texts[TEXT_PARTS[part["type"]]].append(text)
     extras: Message = {}
     if texts["reasoning"]:
         extras["reasoning_content"] = "".join(texts["reasoning"])

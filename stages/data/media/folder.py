@@ -189,7 +189,10 @@ def _path_of(kind: MediaKind, source: object) -> str:
     if isinstance(source, dict):
         source = next((source[key] for key in ("url", "path") if source.get(key)), source)
     if not isinstance(source, str) or not source:
-        raise RowError(f"has {kind_of(source)} as {kind}; expected a path, or an object with `path` or `bytes`")
+        raise RowError(
+            f"has {kind_of(source)} as {kind}; expected a path, base64 as `data:{kind}/…;base64,…`, or an object with "
+            "one of these as `path` or `url`, or with binary `bytes`"
+        )
     if beginning := FILE_ADDRESS.match(source):
         return source[beginning.end() :]
     if ADDRESS.match(source):

@@ -98,7 +98,17 @@ FORMS = {
         ["a.png"],
     ),
     "OpenAI: responses": (
-        {"messages": [user([{"type": "input_image", "image_url": "a.png", "detail": "low"}, text("?")]), CAT]},
+        {
+            "messages": [
+                user(
+                    [
+                        {"type": "input_image", "image_url": "a.png", "detail": "low"},
+                        {**text("?"), "type": "input_text"},
+                    ]
+                ),
+                assistant([{"type": "output_text", "text": "a cat"}]),
+            ]
+        },
         [EXPANDED, "?"],
         ["a.png"],
     ),
@@ -257,7 +267,10 @@ def test_pictures_inside_of_rows_stay_there(run, tmp_path):
         [{"messages": row["messages"], "images": cell} for row, cell in zip(rows, cells, strict=True)], schema
     )
     base64s = [f"data:image/png;base64,{b64encode(data).decode()}" for data in own]
-    parts = [{"messages": [user([{"type": "image_url", "image_url": {"url": url}}]), CAT]} for url in base64s]
+    looks_alike = text("data: a text that is no medium")
+    parts = [
+        {"messages": [user([looks_alike, {"type": "image_url", "image_url": {"url": url}}]), CAT]} for url in base64s
+    ]
     for name, write in {
         "train.parquet": lambda path: pyarrow.parquet.write_table(arrays, path, row_group_size=2),
         "train.jsonl": lambda path: path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in parts)),
