@@ -82,7 +82,7 @@ class Execution(LauncherBlocks):
     """Options of a stage about where and how it runs, which do not identify its artifact: launcher, retries, limits."""
 
     nodes: PositiveInt = Field(
-        1, description="Number of machines; more than one only for training on a cluster. Default 1."
+        1, description="Number of machines; more than one only for training or curation on a cluster. Default 1."
     )
     network_interface: NetworkInterface | None = Field(
         None,

@@ -16,7 +16,8 @@ from stages.core.supervised import SupervisedProcess
 from tests.images.builder import NAMES, ROOT, Builder
 from tests.serving import wait_for
 
-pytestmark = pytest.mark.nightly
+# Building them, before the first test, takes eight minutes of both cores.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 OWNER = 1000
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))[-1:]

@@ -70,7 +70,7 @@ PARTS = (
     Part(
         "pipelines",
         "recipes that stand on the quickstart; servers of adapters, drafts, new weights",
-        ("pipeline",),
+        ("pipeline", "unit/stages/kinds/curate"),
         (RAY,),
     ),
     Part(

@@ -1,12 +1,18 @@
-"""Training as a Slurm job of two nodes gives what two local processes give, also when it is cancelled and resumed."""
+"""Training and curation as Slurm jobs of two nodes give what processes here give; training also when it is resumed."""
 
 import json
 import threading
 
 import pytest
 
+from flows.planning.outside import resolve_outside
+from flows.planning.plan import plan
+from flows.recipe.recipe import load_stages
+from flows.running.runner import run_stage
+from flows.store.store import Store
 from stages.core.errors import StageCrashError
-from tests.cluster_stages import Refresh
+from tests.cluster_stages import Notes, Refresh, messages
+from tests.planted_rows import planted_duplicates
 from tests.slurm_cluster import eventually, running_cluster, why_not
 from tests.train_stage import logged, make_artifacts
 
@@ -81,3 +87,39 @@ def test_what_the_launcher_needs_is_no_part_of_the_artifact(local, cancelled):
     assert built.version == local.version
     assert sorted(built.record.files) == sorted(local.record.files)
     assert not (built.artifact / ".launch").exists()
+
+
+def curation(folder, source, execution):
+    """Plan and run a download of rows and a stage that curates them, in a store of its own; return the outcome."""
+    steps = {"exact_duplicates": True, "near_duplicates": {}, "held_out": {"fraction": 0.2}}
+    tree = {
+        "rows": {"kind": "download", "dataset": f"file://{source}"},
+        "clean": {"kind": "curate", "datasets": ["rows"], **steps, "execution": execution},
+    }
+    recipe = load_stages("cluster", folder, tree)
+    store, built = Store(folder / "store"), {}
+    for name, stage in plan(recipe, resolve_outside(recipe, tuple(tree)), store.index()).stages.items():
+        built[name] = run_stage(stage, built, store, Notes())
+    return built["clean"]
+
+
+@pytest.mark.nightly
+def test_two_nodes_curate_the_bytes_of_this_machine(tmp_path):
+    """`make test` covers this by two local processes, in `unit/stages/kinds/curate/test_nodes.py`."""
+    source = tmp_path / "source"
+    source.mkdir()
+    rows = (json.dumps({"text": text}) for text in planted_duplicates(1000).texts)
+    (source / "train.jsonl").write_text("\n".join(rows) + "\n")
+    here = curation(tmp_path / "here", source, {})
+    (tmp_path / "cluster").mkdir()
+    with running_cluster(tmp_path / "cluster") as cluster:
+        there = curation(tmp_path / "there", source, {"launcher": "slurm", "nodes": 2, "threads": 1})
+        assert cluster.jobs() == []
+    assert "runs on node[1-2]" in messages(there.artifact)
+    assert there.version == here.version
+    # These two name the home, and the nodes.
+    there_made, here_made = (
+        {name: entry for name, entry in one.record.files.items() if name not in ("config.json", "events.jsonl")}
+        for one in (there, here)
+    )
+    assert there_made == here_made and {"data/train.jsonl", "data/validation.jsonl", "report.json"} < set(here_made)

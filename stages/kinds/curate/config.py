@@ -234,6 +234,7 @@ class CurateConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
     PRODUCTS = ("dataset",)
     REPORTED = Reported(counts_data=True)
+    SPANS_NODES = True
 
     ASKS_ALL_STAGES: ClassVar[bool] = True  # the tasks of all evaluations are benchmarks
 

@@ -69,6 +69,10 @@ class DroppedRow:
     masked: Counter[str] = field(default_factory=Counter)
 
 
+Outcome = KeptRow | DroppedRow | DataError
+Judgement = tuple[RowBatch, list[Outcome]]
+
+
 class RowJudge:
     """Function, sent to processes, that returns the outcome of each row of a batch."""
 
@@ -76,9 +80,9 @@ class RowJudge:
         self._config = config
         self._benchmarks = benchmarks
 
-    def __call__(self, batch: RowBatch) -> list[KeptRow | DroppedRow | DataError]:
+    def __call__(self, batch: RowBatch) -> list[Outcome]:
         """Return the outcomes, in order; that of a row with which the stage must end is an error, and the last."""
-        outcomes: list[KeptRow | DroppedRow | DataError] = []
+        outcomes: list[Outcome] = []
         for row in batch.rows:
             try:
                 outcomes.append(self._outcome(SourcePlace(batch.dataset, row.place), row, batch.reader))
@@ -115,25 +119,28 @@ class RowJudge:
         return MinHash()
 
 
-def judged(
-    config: CurateConfig, context: StageContext, num_known: int
-) -> Generator[tuple[RowBatch, list[KeptRow | DroppedRow | DataError]]]:
+def judged(config: CurateConfig, context: StageContext, num_known: int) -> Generator[Judgement]:
     """Yield the rows of all datasets, but for the first `num_known`, in order, with their outcomes.
 
     Raises DataError for datasets that are not of one format, EvaluationError for unreadable tasks to compare with.
     """
+    return judgements(config, context, batches_of(config, context, num_known))
+
+
+def judgements(config: CurateConfig, context: StageContext, batches: Iterable[RowBatch]) -> Generator[Judgement]:
+    """Yield batches in order with their rows' outcomes, which this process finds, or several side by side."""
     judge = RowJudge(config, benchmarks_of(config.decontaminate, context) if config.decontaminate else None)
-    batches = _batches(config, context, num_known)
     files = (file for name in config.datasets for file in find_files(context.inputs[name] / "data", config.split))
     processes = num_processes(sum(map(size_bytes, files)), BYTES_PER_PROCESS)
     if processes == 1:
         yield from ((batch, judge(batch)) for batch in batches)
         return
-    with closing(worked(judge, batches, processes, "curation goes on where it was")) as judgements:
-        yield from judgements
+    with closing(worked(judge, batches, processes, "curation goes on where it was")) as found:
+        yield from found
 
 
-def _batches(config: CurateConfig, context: StageContext, num_known: int) -> Iterator[RowBatch]:
+def batches_of(config: CurateConfig, context: StageContext, num_known: int) -> Iterator[RowBatch]:
+    """Yield the rows of all datasets, but for the first `num_known`, in batches that depend on nothing else."""
     forms: dict[str, str] = {}
     for name in config.datasets:
         folder = context.inputs[name] / "data"

@@ -10,18 +10,19 @@ only numbers in memory. The same rows and steps give the same bytes, also after 
 import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.core.contract import StageContext, StageResult
+from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import DataError, full_disk_named
 from stages.kinds.curate.config import CurateConfig, Sample
-from stages.kinds.curate.judging import DroppedRow, judged
+from stages.kinds.curate.judging import DroppedRow, Judgement, judged
 from stages.kinds.curate.media import copy_media
 from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter
 from stages.kinds.curate.report import CurationReport
@@ -30,6 +31,8 @@ from stages.kinds.curate.spool import SPOOL_FILES, KeptFiles, Spool, spool_row
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
+Judge = Callable[[CurateConfig, StageContext, int], Generator[Judgement]]
+"""Function that yields rows with their outcomes (`judging.judged`)."""
 PROGRESS_EVERY = 1000
 KEEP_EVERY = 2000
 """Number of rows after which curation saves a checkpoint; a killed stage repeats at most these."""
@@ -45,7 +48,21 @@ class ExcludedRows:
 
 
 def run(config: CurateConfig, context: StageContext) -> StageResult:
-    """Curate the datasets; write the kept rows to `data/`, and report the dropped ones.
+    """Curate the datasets, on as many nodes as the launcher started; the first one writes, and returns the result."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return curate(config, context, judged)
+    # Imports torch, which takes seconds.
+    from stages.kinds.curate.nodes import joined_nodes
+
+    with joined_nodes() as nodes:
+        if is_main_process():
+            return curate(config, context, nodes.judged)
+        nodes.help(config, context)
+        return StageResult()
+
+
+def curate(config: CurateConfig, context: StageContext, judge: Judge) -> StageResult:
+    """Curate the datasets; write the kept rows to `data/`, and report the dropped ones. judge: yields rows' outcomes.
 
     Raises DataError for rows that cannot be read, several formats, and where nothing is left to train on or hold out.
     """
@@ -56,7 +73,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
         _shown(folder / DROPPED_FILE, context.work / DROPPED_FILE, files),
     ):
         report = CurationReport(config.steps, files[DROPPED_FILE])
-        _spool(config, context, files, report)
+        _spool(config, context, files, report, judge)
         report.check(config)
         spool = Spool(folder)
         comparison = JaccardComparison(folder, config.compared.similarity) if config.compared else None
@@ -74,14 +91,14 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
     return StageResult(metrics=report.metrics(), files=[REPORT_FILE, DROPPED_FILE])
 
 
-def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: CurationReport) -> None:
+def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: CurationReport, judge: Judge) -> None:
     """Write the rows that the single-row steps keep to temporary files, continuing where an earlier attempt was."""
     if files.state:
         report.restore(files.state)
         context.milestone(f"continuing after {report.num_read} rows")
     sets = SignatureWriter(files)
     num_kept = report.num_read
-    with contextlib.closing(judged(config, context, num_kept)) as batches:
+    with contextlib.closing(judge(config, context, num_kept)) as batches:
         for batch, outcomes in batches:
             for number, outcome in enumerate(outcomes, batch.number):
                 if number % PROGRESS_EVERY == 0:

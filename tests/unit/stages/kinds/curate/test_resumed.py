@@ -90,7 +90,7 @@ def test_a_batch_of_long_rows_is_small(tmp_path):
     (tmp_path / "long" / "data" / "train.jsonl").write_text("\n".join(rows))
     config = CurateConfig.model_validate({"kind": "curate", "datasets": ["long"], "exact_duplicates": True})
     context = StageContext(tmp_path, "curated", "0" * 12, {"long": tmp_path / "long"}, {}, tmp_path / "cache")
-    batches = list(judging._batches(config, context, 0))
+    batches = list(judging.batches_of(config, context, 0))
     assert [(batch.number, len(batch.rows)) for batch in batches] == [(0, 64), (64, 38), (102, 2), (104, 1)]
 
 
