@@ -52,11 +52,15 @@ def llama_cpp() -> None:
     _into(".venv-llama-cpp", "--requirement", str(shipped(PINS) / "llama-cpp.txt"))
 
 
-def evalscope() -> None:
-    """Install EvalScope into `.venv-evalscope`, as the first stage that asks for it does."""
-    from stages.harnesses.evalscope.environment import make
+def _harness(name: str) -> Callable[[], None]:
+    """Return a function that installs a harness into `.venv-NAME`, as the first stage that asks for it does."""
 
-    make(lambda line: say(line, sys.stderr))
+    def install() -> None:
+        from stages.harnesses.installation import ENVIRONMENTS
+
+        ENVIRONMENTS[name].make(lambda line: say(line, sys.stderr))
+
+    return install
 
 
 def _own(name: str) -> Callable[[], None]:
@@ -74,7 +78,8 @@ INSTALLERS: dict[str, Callable[[], None]] = {
     "pipeline": pipeline,
     "serve": serve,
     "llama-cpp": llama_cpp,
-    "evalscope": evalscope,
+    "evalscope": _harness("evalscope"),
+    "bfcl": _harness("bfcl"),
     "media": _own("media"),
     "trackers": _own("trackers"),
     "mcp": _own("mcp"),

@@ -4,19 +4,26 @@ It asks all questions as chats. It is a program in its own environment, made whe
 """
 
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.harnesses.evalscope import environment
-from stages.harnesses.evalscope.environment import OF_OWN_ROWS, find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
+from stages.harnesses.installation import EVALSCOPE
 from stages.harnesses.question_sets import QuestionSetHarness, question_sets
 from stages.serving.served_models import ServedModel
 
 METRIC = "exact_match"
+WITH_OPTIONS = "general_vmcq"
+"""EvalScope's benchmark of own rows in which one of several options is right, as MMMU has them."""
+OF_OWN_ROWS: dict[str, tuple[str, ...]] = {"general_vqa": ("Rouge",), WITH_OPTIONS: ("acc",)}
+"""EvalScope's benchmarks for people's own rows: a question set of this name is scored by these metrics.
+
+Another of the first, BLEU, downloads a tokenizer of NLTK.
+"""
 
 
 class EvalScope(QuestionSetHarness):
@@ -34,16 +41,10 @@ class EvalScope(QuestionSetHarness):
     )
 
     def version(self) -> str:
-        """Return the installed version of EvalScope, or the pinned one, which is enough for reading existing scores."""
-        return environment.version_to_be_made() if is_missing() else find_evalscope().version
+        return EVALSCOPE.version()
 
     def to_install(self) -> str | None:
-        if not is_missing():
-            return None
-        environment.check_can_be_made(environment.PINS, environment.place())
-        return (
-            f"EvalScope is not installed: its environment, {environment.SIZE}, is made first, in {environment.place()}"
-        )
+        return EVALSCOPE.to_install()
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         return iter(())
@@ -57,9 +58,10 @@ class EvalScope(QuestionSetHarness):
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.evalscope.running import read_answered
 
-        if is_missing():
-            environment.make(doing)
-        sets, own = question_sets(evaluation), find_evalscope().benchmarks()
+        if EVALSCOPE.is_missing:
+            EVALSCOPE.make(doing)
+        index = EVALSCOPE.find().package / "benchmarks" / "_index.json"
+        sets, own = question_sets(evaluation), list(json.loads(index.read_bytes()))
         for task in evaluation.tasks:
             if task in sets:
                 read_answered(evaluation, task)
@@ -89,4 +91,4 @@ class EvalScope(QuestionSetHarness):
                 "EvalScope asks as a user of a chat, but the model is asked in plain text: it was trained so, has no "
                 "chat template, or the recipe says `apply_chat_template: false`; take another harness"
             )
-        return evaluated(find_evalscope(), evaluation, context, await_model())
+        return evaluated(EVALSCOPE.find(), evaluation, context, await_model())

@@ -29,8 +29,9 @@ from stages.data.media.requests import openai_messages
 from stages.data.media.rows import TAG
 from stages.data.media_reference import MediaReference
 from stages.data.messages import PlainText, make_message
-from stages.harnesses.evalscope.environment import OF_OWN_ROWS, WITH_OPTIONS, InstalledEvalScope
+from stages.harnesses.evalscope.harness import OF_OWN_ROWS, WITH_OPTIONS
 from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.installation import InstalledHarness
 from stages.harnesses.pictures import media_of
 from stages.harnesses.question_sets import (
     asked_row,
@@ -54,7 +55,7 @@ SUBSET_SIZE = 1_000_000
 
 
 def evaluated(
-    installed: InstalledEvalScope, evaluation: Evaluation, context: StageContext, model: ServedModel
+    installed: InstalledHarness, evaluation: Evaluation, context: StageContext, model: ServedModel
 ) -> Results:
     """Run EvalScope's program against the served model and return scores and samples.
 
@@ -172,7 +173,7 @@ def _environment(api_key: str, *, offline: bool) -> dict[str, str]:
     return {**inherited_environment(), **quiet, **alone, "EVALSCOPE_API_KEY": api_key}
 
 
-def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str], context: StageContext) -> None:
+def _run(installed: InstalledHarness, work: Path, environment: dict[str, str], context: StageContext) -> None:
     log = context.work / LOG_FILE
     with log.open("ab") as output:
         program = SupervisedProcess(

@@ -7,8 +7,8 @@ import pytest
 
 from flows.running.request import RefreshRequest, make_plan
 from stages.core.errors import LifecycleError, ResourceError
-from stages.harnesses.evalscope.environment import PYTHON_VARIABLE
 from stages.harnesses.evalscope.harness import EvalScope
+from stages.harnesses.installation import EVALSCOPE
 from stages.serving.registry import ENGINES
 from stages.serving.vllm.engine import VllmProgram
 
@@ -68,7 +68,7 @@ def test_what_is_built_is_planned_where_its_harness_is_missing(tmp_path, monkeyp
     monkeypatch.undo()
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     monkeypatch.setattr(type(ENGINES["vllm"]), "find_program", lambda _: VllmProgram(Path(), Path(), "0.32"))
-    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "gone" / "python"))
+    monkeypatch.setenv(EVALSCOPE.variable, str(tmp_path / "gone" / "python"))
 
     planned = make_plan(request)
     assert {stage.action for stage in planned.plan.stages.values()} == {"cached"}

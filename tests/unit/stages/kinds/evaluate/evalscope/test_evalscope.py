@@ -10,9 +10,9 @@ import pytest
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, ResourceError
-from stages.harnesses.evalscope.environment import PYTHON_VARIABLE, find_evalscope
 from stages.harnesses.evalscope.running import SUBSET_SIZE, read_results
 from stages.harnesses.harness import Evaluation
+from stages.harnesses.installation import EVALSCOPE
 from stages.harnesses.registry import HARNESSES
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import run
@@ -59,7 +59,7 @@ def test_its_scores_and_samples_are_those_of_any_harness(evaluated: Any) -> None
     result, work = evaluated()
     assert result.metrics["sums.exact_match"] == pytest.approx(2 / 3)
     assert result.metrics["sums.exact_match_stderr"] == pytest.approx(1 / 3)  # s = 1 / √3, over √3
-    assert result.tags["evalscope_version"] == find_evalscope().version
+    assert result.tags["evalscope_version"] == EVALSCOPE.find().version
     rows = [json.loads(line) for line in (work / "samples" / "sums.jsonl").read_text().splitlines()]
     assert [(row["doc_id"], row["resps"], row["exact_match"]) for row in rows] == [
         (0, [["3"]], 1),
@@ -94,7 +94,7 @@ def test_a_benchmark_that_fails_is_an_error_with_its_last_words(evaluated: Any, 
 def test_without_its_environment_the_recipe_says_how_to_make_one(
     monkeypatch: pytest.MonkeyPatch, sets: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
+    monkeypatch.setenv(EVALSCOPE.variable, str(tmp_path / "python"))
     with pytest.raises(
         ResourceError, match=r"EvalScope was not found: .* create its environment with `make evalscope`"
     ):
