@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo azurite buildah evalscope llama-cpp mcp media ray shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -147,7 +147,13 @@ evalscope: .venv-evalscope/.ready
 
 # As the first stage that asks for it does.
 .venv-evalscope/.ready: $(PINS)/evalscope.txt | .venv/.ready
-	@.venv/bin/python -m stages.harnesses.evalscope.environment
+	@.venv/bin/python -m stages.harnesses.installation evalscope
+
+# Only for recipes with `harness: bfcl`, likewise: 550 MB.
+bfcl: .venv-bfcl/.ready
+
+.venv-bfcl/.ready: $(PINS)/bfcl.txt $(PINS)/bfcl-overrides.txt | .venv/.ready
+	@.venv/bin/python -m stages.harnesses.installation bfcl
 
 llama-cpp: .venv-llama-cpp/.ready
 
@@ -202,6 +208,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/mcp.in -o $(PINS)/mcp.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
+	$(COMPILE) --override $(PINS)/bfcl-overrides.txt $(PINS)/bfcl.in -o $(PINS)/bfcl.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
@@ -226,4 +233,4 @@ release: .venv/bin/uv
 	$(UV) build --wheel --clear
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-skypilot .venv-ray
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-skypilot .venv-ray

@@ -160,7 +160,7 @@ CAPABILITIES = (
     ),
     Capability("SGLang, LMDeploy", ("tests/unit/stages/serving",), not_run="both servers; their option parsers were"),
     Capability(
-        "evaluation: lm-eval, EvalScope, judges",
+        "evaluation: lm-eval, EvalScope, BFCL, judges",
         ("tests/unit/stages/kinds/evaluate", "tests/pipeline/test_serve_evaluate.py"),
     ),
     Capability(

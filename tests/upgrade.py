@@ -60,6 +60,7 @@ ENVIRONMENTS = (
     Environment("serve-cpu", overrides="serve-cpu-overrides.txt"),
     Environment("serve-cuda", is_elsewhere=True),
     Environment("evalscope"),
+    Environment("bfcl", overrides="bfcl-overrides.txt"),
     Environment("llama-cpp"),
 )
 

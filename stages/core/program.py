@@ -57,10 +57,13 @@ class ProgramEndedError(Exception):
 class Program:
     """Client of a helper process for untrusted input, which starts at the first request; for one thread at a time."""
 
-    def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client. needs_home: the process gets an empty home folder, removed when this one ends normally."""
+    def __init__(self, module: str, *arguments: str, needs_home: bool = False, python: Path | None = None) -> None:
+        """Create the client. needs_home: the process gets an empty home folder, removed when this one ends normally.
+
+        python: interpreter of another environment.
+        """
         self._needs_home = needs_home
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [str(python or sys.executable), "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 

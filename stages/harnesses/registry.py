@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from stages.harnesses.acting.harness import ActingHarness
+from stages.harnesses.bfcl.harness import Bfcl
 from stages.harnesses.evalscope.harness import EvalScope
 from stages.harnesses.harness import Evaluation, Harness
 from stages.harnesses.judge.harness import Judge
@@ -16,6 +17,7 @@ HARNESSES: dict[str, Harness] = {
     "evalscope": EvalScope(),
     "judge": Judge(),
     "environment": ActingHarness(),
+    "bfcl": Bfcl(),
 }
 DEFAULT_HARNESS = "lm_eval"
 

@@ -272,7 +272,7 @@ def main(limits: str) -> None:
         os.dup2(nowhere, standard)
     os.close(nowhere)
     try:
-        _confine(**json.loads(limits))
+        confine(**json.loads(limits), writable=[Path.cwd(), Path(os.devnull)])
     except (OSError, ValueError) as error:  # ValueError: a limit above the one that is set already
         os.write(answers, f"{type(error).__name__}: {error}".encode())
         return
@@ -288,7 +288,8 @@ def main(limits: str) -> None:
     os._exit(0)  # what the code left for the end is not run
 
 
-def _confine(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
+def confine(cpu_s: int, memory_bytes: int, file_bytes: int, writable: Iterable[Path]) -> None:
+    """Take from this process what code of a model must not have. Raises OSError where the kernel cannot, ValueError."""
     # A parent that is killed cannot end this process, so the kernel does.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = {
@@ -301,7 +302,7 @@ def _confine(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     for limit, value in limits.items():
         # soft and hard: the code cannot raise them again
         resource.setrlimit(limit, (value, value))
-    restrict_files(readable=READABLE, writable=[Path.cwd(), Path(os.devnull)])
+    restrict_files(readable=READABLE, writable=writable)
     # last: it refuses the calls by which files were restricted
     permit_computing_only()
 

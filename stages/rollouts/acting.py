@@ -157,7 +157,7 @@ def play_all(
     size = options.concurrent_requests * PLAYED_TOGETHER
 
     def sample(requests: Sequence[TurnRequest]) -> list[ServedTurn]:
-        return _turns(served, options, requests)
+        return sample_turns(served, options, requests)
 
     with environment.opened() as make, kept.open("a", encoding="utf-8") as stream:
         episodes = Episodes(environment, make, reader, served.context_tokens, options.max_tokens, request_seed)
@@ -171,7 +171,8 @@ def play_all(
     return [played[job] for job in jobs]
 
 
-def _turns(served: ServedModel, options: SamplingOptions, requests: Sequence[TurnRequest]) -> list[ServedTurn]:
+def sample_turns(served: ServedModel, options: SamplingOptions, requests: Sequence[TurnRequest]) -> list[ServedTurn]:
+    """Sample a turn after each prompt, and return them in the order of the requests; raise as `ask_all` does."""
     found: dict[int, ServedTurn] = {}
 
     def keep(number: int, _: Request, answer: Answer) -> None:

@@ -31,7 +31,8 @@ COMMAND_LINES = {
     "stages.core.pattern_program": "asked about regular expressions",
     "stages.data.media.video_program": "asked about videos",
     "stages.data.template_program": "asked about chat templates",
-    "stages.harnesses.evalscope.environment": "the Makefile",
+    "stages.harnesses.installation": "the Makefile",
+    "stages.harnesses.bfcl.program": "asked for a benchmark's questions and verdicts",
     "stages.kinds.download.builtin.held_out": "people who write configs/tasks/addition.jsonl again",
     "stages.kinds.serve": "`lifecycle serve`",
     "stages.models.walk_program": "asked about the layers of a model",
@@ -51,8 +52,15 @@ ENTRYPOINT = "flows.running.refresh.refresh"
 PARAMETERS = ["recipe", "overrides", "until", "force"]
 """Parameter names of Prefect deployments, for which existing deployments and scheduled runs hold values."""
 SETTINGS = {
-    *("LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE", "LIFECYCLE_FIRST_MACHINE"),
-    *("LIFECYCLE_ATTENTION", "LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
+    *("LIFECYCLE_BFCL", "LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE"),
+    *(
+        "LIFECYCLE_ATTENTION",
+        "LIFECYCLE_FIRST_MACHINE",
+        "LIFECYCLE_HARDWARE",
+        "LIFECYCLE_HOME",
+        "LIFECYCLE_LLAMA_CPP",
+        "LIFECYCLE_LMDEPLOY",
+    ),
     *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
     *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_LOG", "LIFECYCLE_MLFLOW", "LIFECYCLE_TRACKERS"),
     *("LIFECYCLE_VLLM", "LIFECYCLE_PROXY_KEY_FILE"),

@@ -63,7 +63,7 @@ RULES = [
     (r"stages\.serving(\..*)?", SERVING),
     (r"stages\.rewards\.scoring", DATA),
     (r"stages\.rollouts(\..*)?", {*DATA, "aiohttp"}),
-    (r"stages\.harnesses\.(judge\.rating|acting\.playing)", {"aiohttp", "numpy", "tokenizers"}),
+    (r"stages\.harnesses\.(judge\.rating|acting\.playing|bfcl\.asking)", {"aiohttp", "numpy", "tokenizers"}),
     (
         r"stages\.harnesses\.lm_eval\.(picture_tasks|rehearsal|scoring)",
         {"aiohttp", "lm_eval", "datasets", "httpx", "huggingface_hub", "numpy", "tokenizers"},
