@@ -24,7 +24,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, Message, RowError, Tool, make_message, parse_tools
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
-from stages.harnesses.bfcl.harness import METRIC
+from stages.harnesses.bfcl.categories import METRIC
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.installation import InstalledHarness
 from stages.harnesses.question_sets import hashes, sampling_options

@@ -11,19 +11,13 @@ from types import MappingProxyType
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
+from stages.harnesses.evalscope.own_rows import OF_OWN_ROWS
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.installation import EVALSCOPE
 from stages.harnesses.question_sets import QuestionSetHarness, question_sets
 from stages.serving.served_models import ServedModel
 
 METRIC = "exact_match"
-WITH_OPTIONS = "general_vmcq"
-"""EvalScope's benchmark of own rows in which one of several options is right, as MMMU has them."""
-OF_OWN_ROWS: dict[str, tuple[str, ...]] = {"general_vqa": ("Rouge",), WITH_OPTIONS: ("acc",)}
-"""EvalScope's benchmarks for people's own rows: a question set of this name is scored by these metrics.
-
-Another of the first, BLEU, downloads a tokenizer of NLTK.
-"""
 
 
 class EvalScope(QuestionSetHarness):

@@ -29,7 +29,7 @@ from stages.data.media.requests import openai_messages
 from stages.data.media.rows import TAG
 from stages.data.media_reference import MediaReference
 from stages.data.messages import PlainText, make_message
-from stages.harnesses.evalscope.harness import OF_OWN_ROWS, WITH_OPTIONS
+from stages.harnesses.evalscope.own_rows import OF_OWN_ROWS, WITH_OPTIONS
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.installation import InstalledHarness
 from stages.harnesses.pictures import media_of

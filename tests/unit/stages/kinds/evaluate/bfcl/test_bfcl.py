@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from stages.core.contract import StageContext
 from stages.core.program import Program
 from stages.harnesses.bfcl.asking import MEMORY_BYTES, PROGRAM, Checker, Question
-from stages.harnesses.bfcl.harness import CATEGORIES
+from stages.harnesses.bfcl.categories import CATEGORIES
 from stages.harnesses.harness import Results
 from stages.harnesses.installation import BFCL
 from stages.harnesses.registry import harness_of
