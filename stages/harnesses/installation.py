@@ -71,7 +71,7 @@ class HarnessEnvironment:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it must be installed: no interpreter is named, and its environment does not exist."""
+        """True if it must be installed: no interpreter is named, and its environment does not exist."""
         return not os.environ.get(self.variable) and not self.is_made
 
     def version(self) -> str:

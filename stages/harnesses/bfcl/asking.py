@@ -272,17 +272,17 @@ class Asking:
         """Return the answers to questions in order, some at a time. kept: file with those of an earlier attempt."""
         remove_cut_off_line(kept)
         lines = read_json_lines(kept) if kept.exists() else []
-        found = {one.identity: one for one in map(Answered.model_validate, lines)}
-        missing = [one for one in questions if one.identity not in found]
+        outcomes = {one.identity: one for one in map(Answered.model_validate, lines)}
+        missing = [one for one in questions if one.identity not in outcomes]
         size = self._options.concurrent_requests * PLAYED_TOGETHER
         with kept.open("a", encoding="utf-8") as stream:
             for begin in range(0, len(missing), size):
                 for outcome in self._talked([Talk(one) for one in missing[begin : begin + size]], checker):
-                    found[outcome.identity] = outcome
+                    outcomes[outcome.identity] = outcome
                     stream.write(outcome.model_dump_json() + "\n")
                 stream.flush()
-                self._context.progress(len(found), len(questions), "answers", f"asking {questions[0].category}")
-        return [found[one.identity] for one in questions]
+                self._context.progress(len(outcomes), len(questions), "answers", f"asking {questions[0].category}")
+        return [outcomes[one.identity] for one in questions]
 
     def _talked(self, talks: Sequence[Talk], checker: Checker) -> Iterator[Answered]:
         while going := [talk for talk in talks if not talk.is_over]:

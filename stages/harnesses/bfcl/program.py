@@ -142,8 +142,8 @@ class Benchmark:
             )
         if self._with_tools:
             return {"results": results}
-        told = {"model_responses_decoded": decoded}
-        return {"results": [utils.format_execution_results_prompting({}, results, told)]}
+        answers_decoded = {"model_responses_decoded": decoded}
+        return {"results": [utils.format_execution_results_prompting({}, results, answers_decoded)]}
 
     def verdict(self, category: str, identity: str, answer: Any) -> dict[str, Any]:
         """Return BFCL's verdict on an answer: `valid`, and why not."""
@@ -156,12 +156,14 @@ class Benchmark:
         entry, expected = self._entries(category)[identity]
         named: dict[str, Any] = {"prompt_entry": entry, "model_name": MODEL, "test_category": category}
         if utils.is_relevance_or_irrelevance(category):
-            found = self._runner._evaluate_single_relevance_entry(self._handler, identity, answer, **named)
+            judgement = self._runner._evaluate_single_relevance_entry(self._handler, identity, answer, **named)
         elif utils.is_multi_turn(category):
-            found = self._runner._evaluate_single_multi_turn_entry(self._handler, identity, answer, expected, **named)
+            judgement = self._runner._evaluate_single_multi_turn_entry(
+                self._handler, identity, answer, expected, **named
+            )
         else:
             language = "JAVASCRIPT" if utils.is_js(category) else "JAVA" if utils.is_java(category) else "PYTHON"
-            found = self._runner._evaluate_single_ast_entry(
+            judgement = self._runner._evaluate_single_ast_entry(
                 self._handler,
                 identity,
                 answer,
@@ -170,11 +172,11 @@ class Benchmark:
                 language=Language[language],
                 return_format=ReturnFormat[language],
             )
-        error = found.get("error")
-        details = error if isinstance(error, dict) else found
+        error = judgement.get("error")
+        details = error if isinstance(error, dict) else judgement
         why = details.get("error_message", error)
         return {
-            "valid": bool(found["valid"]),
+            "valid": bool(judgement["valid"]),
             "error_type": details.get("error_type"),
             "error": None if why is None else str(why)[:SHOWN_CHARACTERS],
         }
