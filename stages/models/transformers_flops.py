@@ -35,7 +35,10 @@ def _routed_share(config: Any) -> float:
     """Return the share of the routed experts that each token uses; 1 for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return config.num_experts_per_tok / num_experts if num_experts else 1.0
+    if not num_experts:
+        return 1.0
+    chosen = ("num_experts_per_tok", "top_k_experts")  # the latter is Gemma 4's
+    return next(getattr(config, name) for name in chosen if getattr(config, name, None)) / num_experts
 
 
 def _attention_work(config: Any, predicts_ahead: bool) -> tuple[AttentionWork, ...]:

@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stages.models.walk import walk
 from tests.parity.ranks import Ranks
 from tests.parity.test_fsdp import learn_plainly, make_config, make_data, train_plainly
-from tests.zoo.models import FAMILIES, tiny_model
+from tests.zoo.models import FAMILIES, tiny_config, tiny_model
 from tests.zoo.splitting import fields_to_split
 
+Data = list[list[list[list[int]]]]
+"""Type of token ids, by step, row and document."""
 pytestmark = pytest.mark.nightly
 
 SPLIT = (
@@ -43,6 +46,17 @@ SPLIT_TOKENS: dict[str, dict[str, Any]] = {
 """Layouts whose processes have tokens of their own between blocks."""
 IN_TOKENS = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_neox", "qwen3", "starcoder2")
 """Families of norms and blocks of columns, then rows: tied, with windows, soft caps, biases, norms of heads."""
+WITHOUT_FLAWS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 4},
+    "gemma4": {
+        "text_config": {
+            **FAMILIES["gemma4"]["text_config"],
+            "hidden_size_per_layer_input": 0,
+            "initializer_range": 0.05,
+        }
+    },
+}
+"""Fields of families whose code a plan does not fit: without what it sums over split states or reads beside them."""
 OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp, compiled": {"tp": 2, "micro_batch_size": 2, "compile": True},
     "cp, compiled": {"cp": 2, "micro_batch_size": 2, "compile": True, "recompute": "selective"},
@@ -81,6 +95,21 @@ def test_a_family_in_parts_learns_what_plain_transformers_does(
     family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
 ) -> None:
     _check(_made(family), family, {**LAYOUTS, **OTHER_LAYOUTS, **SPLIT_TOKENS}[name], fsdp_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tp", "tp, dp"])
+@pytest.mark.parametrize("family", WITHOUT_FLAWS)
+def test_a_family_whose_plan_fits_some_configs_learns_by_those_what_plain_transformers_does(
+    family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
+) -> None:
+    fields = WITHOUT_FLAWS[family] | fields_to_split(family)
+    assert not walk(tiny_config(family, **fields)).split_flaw and walk(tiny_config(family)).split_flaw
+    _check(tiny_model(family, **fields), family, LAYOUTS[name], fsdp_ranks, tmp_path, without_padding(make_data(5)))
+
+
+def without_padding(data: Data) -> Data:
+    """Return documents with another token instead of padding, at whose embedding, 0, Gemma 3n has no gradient."""
+    return [[[[one or 1 for one in document] for document in row] for row in rows] for rows in data]
 
 
 @pytest.mark.parametrize("family", IN_TOKENS)
@@ -133,10 +162,12 @@ def test_processes_whose_experts_no_token_chose_neither_hang_nor_change_what_is_
     _check(model, "gpt_oss", {**LAYOUTS["ep"], "recompute": "full"}, fsdp_ranks, tmp_path)
 
 
-def _check(model: Any, family: str, layout: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+def _check(
+    model: Any, family: str, layout: dict[str, Any], ranks: Ranks, tmp_path: Path, data: Data | None = None
+) -> None:
     """Compare five steps from a model on several processes with plain Transformers."""
     model.save_pretrained(tmp_path / family)
-    data = make_data(5)
+    data = data or make_data(5)
     losses, grad_norms, model = train_plainly(tmp_path / family, data)
     found = _train(family, layout, data, ranks, tmp_path)
     assert found["losses"] == pytest.approx(losses, rel=2e-6)
@@ -209,7 +240,7 @@ def test_the_zoo_has_the_families() -> None:
 def _train(
     family: str,
     layout: dict[str, Any],
-    data: list[list[list[list[int]]]],
+    data: Data,
     ranks: Ranks,
     folder: Path,
     program: str = "tests.parity.fsdp_program",

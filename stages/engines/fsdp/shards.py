@@ -66,7 +66,7 @@ def check_sharded(
 ) -> None:
     """Check that a sharded model gives the log-probabilities that Transformers gives, in fp32. Collective.
 
-    twin: a copy on `meta` from before sharding;cut to layers of every kind, since all its weights are gathered three
+    twin: a copy on `meta` from before sharding; cut to layers of every kind, since all its weights are gathered three
     times.
     """
     keep_kinds_of_layers(twin.causal_lm)
@@ -144,8 +144,11 @@ def _values_and_norms(
 
     num_shares: data-parallel processes, which all have the same documents, and whose gradients FSDP2 adds up.
     """
-    vocab_size = model.causal_lm.config.get_text_config().vocab_size
-    documents = (torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)
+    config = model.causal_lm.config.get_text_config()
+    padding = getattr(config, "pad_token_id", None)
+    # The embedding of padding is 0, at which Gemma 3n's roots of mean squares have no gradient.
+    tokens = torch.tensor([one for one in range(config.vocab_size) if one != padding][: sum(LENGTHS)])
+    documents = tokens[torch.arange(sum(LENGTHS)) % len(tokens)].split(LENGTHS)
     batch = (model.drawn.batches(torch.float32)[0] if model.drawn else packed(documents)).to(device)
     model.causal_lm.eval()
     log_probabilities = model(batch)

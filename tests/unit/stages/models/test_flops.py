@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma4TextConfig,
     GPT2Config,
     Mamba2Config,
     MistralConfig,
@@ -105,3 +106,20 @@ def test_utilization_is_relative_to_all_devices() -> None:
 
 def test_a_measured_peak_that_is_exceeded_was_the_peak() -> None:
     assert model_flops_utilization(flops=3e12, seconds=1.0, peak_flops_per_s=1e12) == 1.0
+
+
+def test_gemma_4_calls_its_chosen_experts_by_another_name() -> None:
+    fields = {
+        "enable_moe_block": True,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHAPE, **fields))
+    of_experts = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
+    config, counted = model.config, model_flops(model).layer_parameters
+    config.top_k_experts = 4
+    assert model_flops(model).layer_parameters - counted == of_experts * 2 / 8 > 0
