@@ -108,8 +108,9 @@ class KeptBytes:
     """Bytes of activations per token that a layer keeps for its backward pass, where it learns and where it is frozen.
 
     by_scores: bytes for each token and each token of its row, of attention that stores its scores. for_a_moment: bytes
-    per token of the largest tensor that is made on the way. split: shares of the first two between matrices that a plan
-    splits, of which each process of tensor parallelism has its part.
+    per token of the largest tensor that is made on the way, outside split matrices. split: shares of the first two
+    between matrices that a plan splits, of which each process of tensor parallelism has its part, and the bytes of the
+    largest tensor there.
     """
 
     trained: float
@@ -118,6 +119,7 @@ class KeptBytes:
     for_a_moment: float = 0.0
     split_trained: float = 0.0
     split_frozen: float = 0.0
+    split_for_a_moment: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Seen:
     kept_bytes: float = 0.0
     split_bytes: float = 0.0
     """Bytes kept between split matrices, of which each process of `tp` would keep its part."""
-    largest_bytes: float = 0.0
+    largest_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])  # outside split matrices, and between them
     attention: list[Attention] = field(default_factory=list)
     attention_products: float = 0.0
     """Number of multiplications in attention that was replaced, those of masked pairs included."""
@@ -141,7 +141,8 @@ class Walk(TorchDispatchMode):
         if (ends_in_sum := self.split.follow(func, tree_leaves((args, kwargs)), tree_leaves(output))) is not None:
             self._now.ends_in_sum = ends_in_sum
         if isinstance(output, Tensor) and (storage := output.untyped_storage())._cdata not in self._not_counted:
-            self._now.largest_bytes = max(self._now.largest_bytes, storage.nbytes())
+            largest, is_split = self._now.largest_bytes, storage._cdata in self.split
+            largest[is_split] = max(largest[is_split], storage.nbytes())
         if flops := _flops(func._overloadpacket, args, kwargs or {}, output):
             operands = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
             if any(one.untyped_storage()._cdata in self._weights for one in operands) or self._in_experts:
@@ -535,9 +536,9 @@ class _Measured:
         by_scores = self._by_pairs(self.short.kept_bytes, self.long.kept_bytes) if self.pair_products else 0.0
         of_scores = by_scores * 2 * self.tokens
         trained, below = (max(0.0, one.kept_bytes / (2 * self.tokens) - of_scores) for one in (learning, frozen))
-        for_a_moment = 0.0 if by_scores else learning.largest_bytes / (2 * self.tokens)
+        largest = [0.0 if by_scores else one / (2 * self.tokens) for one in learning.largest_bytes]
         split, split_below = (one.split_bytes / (2 * self.tokens) for one in (learning, frozen))
-        return KeptBytes(trained, below, by_scores, for_a_moment, split, split_below)
+        return KeptBytes(trained, below, by_scores, largest[0], split, split_below, largest[1])
 
     def linears(self, layer: nn.Module, hidden_size: int) -> tuple[Linear, ...]:
         """Return a layer's linear layers, with their inputs as the backward pass needs them."""

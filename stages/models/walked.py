@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
 """Largest config.json that is walked, and largest answer that is kept, in bytes."""
 LONGEST_REASON = 300
-REVISION = 14
+REVISION = 15
 """Number of what a walk measures: answers of another are measured again."""
 FAILURE_HOLDS_S = 24 * 3600
 """Time for which a walk that met its limits, after two minutes, is not tried again; busy machines reach them, too."""

@@ -101,7 +101,8 @@ def workspace_per_token(case: StepCase) -> float:
     size = case.workload.compute_bytes
     if case.shape.kinds:
         # A product of two tensors without weights, as of states and their inputs, has two gradients as large.
-        widest = max(widest_products(case.shape, case.layout.tp), 2 * largest_for_a_moment(case.shape, size) / size)
+        for_a_moment = largest_for_a_moment(case.shape, size, case.layout.tp)
+        widest = max(widest_products(case.shape, case.layout.tp), 2 * for_a_moment / size)
     return max(0.0, whole - kept) + size * (gathered + widest)
 
 

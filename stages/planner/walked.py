@@ -68,9 +68,10 @@ def widest_products(shape: ModelShape, tp: int = 1) -> float:
     return max((outputs for kind in shape.kinds for _, outputs in products(kind, tp)), default=0.0)
 
 
-def largest_for_a_moment(shape: ModelShape, bytes_per_value: int) -> float:
-    """Return the bytes per token of the largest tensor that a layer makes on the way, and does not keep."""
-    return max((kind.kept(bytes_per_value).for_a_moment for kind in shape.kinds), default=0.0)
+def largest_for_a_moment(shape: ModelShape, bytes_per_value: int, tp: int = 1) -> float:
+    """Return the bytes per token of the largest tensor that a layer makes on a rank, and does not keep."""
+    kept = [kind.kept(bytes_per_value) for kind in shape.kinds]
+    return max((max(one.for_a_moment, one.split_for_a_moment / tp) for one in kept), default=0.0)
 
 
 def dense_products(kind: LayerKind, tp: int = 1) -> Iterator[tuple[float, float]]:
