@@ -80,6 +80,7 @@ RULES = [
     (r"stages\.kinds\.merge\.merging", MODELS - {"peft"}),
     (r"stages\.kinds\.(merge|check|look)\.run", {"transformers"}),
     (r"stages\.kinds\.download\.adapter", {"torch", "transformers"}),
+    (r"stages\.kinds\.curate\.nodes", {"numpy", "regex", "torch"}),
     (r"stages\.kinds\.curate(\..*)?", {"numpy", "regex"}),
     (r"stages\.kinds\.generate(\..*)?", {*DATA, *SERVING}),
     (r"stages\.kinds\.(evaluate|serve)\.(run|__main__)", SERVING),
