@@ -1,7 +1,7 @@
 """Benchmark of packed documents in a model that carries a state along the sequence: tokens/s against rows of their own.
 
-Run: `PYTHONPATH=. python tests/benchmarks/mixers.py CHATS.json`, with chats in Alpaca's form.
-A tiny Qwen3.5 learns the chats by the engine `fsdp`, packed in rows, and each document a row of its own, padded to the
+Run: `PYTHONPATH=. python tests/benchmarks/mixers.py CHATS.json [--family mamba2]`, with chats in Alpaca's form.
+A tiny model learns the chats by the engine `fsdp`, packed in rows, and each document a row of its own, padded to the
 longest of the micro-batch, as it would be if its mixers could not be run apart. Both take the same documents, in turn,
 step by step. Prints the medians of tokens/s, padding not counted, and of the steps' ratios. Aim: at least 2.
 """
@@ -26,6 +26,16 @@ from stages.models.facts import ModelFacts
 from stages.parallel.layout import Layout
 from tests.zoo.models import tiny_model
 
+HEAD_WIDTH = 16
+FIELDS = {
+    "qwen3_5_text": lambda width: {
+        "intermediate_size": 3 * width,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    },
+    "lfm2": lambda width: {"intermediate_size": 3 * width, "layer_types": [*["conv"] * 3, "full_attention"]},
+    "mamba2": lambda width: {"num_heads": 2 * width // HEAD_WIDTH, "head_dim": HEAD_WIDTH},
+}
+"""Fields of a model of each family, by its width; layers are mixed about as in the published models."""
 WARMUP_STEPS = 2
 LEARNING_RATE = 1e-3
 
@@ -33,6 +43,7 @@ LEARNING_RATE = 1e-3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chats", type=Path, help="JSON file of chats in Alpaca's form")
+    parser.add_argument("--family", choices=FIELDS, default="qwen3_5_text")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step, at least (default: %(default)s)")
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -41,10 +52,9 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="mixers-") as name:
         width = arguments.hidden_size
-        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4}
-        kinds = [*["linear_attention"] * 3, "full_attention"]  # as in the published models
-        tiny_model("qwen3_5_text", vocab_size=VOCABULARY, layer_types=kinds, **sizes).save_pretrained(name)
-        engines = [engine(Path(name), None), engine(Path(name), Verdict("sdpa", "documents are rows of their own"))]
+        fields = {"hidden_size": width, "num_hidden_layers": 4, **FIELDS[arguments.family](width)}
+        tiny_model(arguments.family, vocab_size=VOCABULARY, **fields).save_pretrained(name)
+        engines = [engine(Path(name), None), engine(Path(name), Verdict("eager", "documents are rows of their own"))]
         assert [one.tags["documents"] for one in engines] == ["packed", "rows"]
         steps = steps_of(arguments.chats, arguments.tokens, arguments.steps + WARMUP_STEPS)
         rates = [[rate(one, chats) for one in engines] for chats in steps][WARMUP_STEPS:]
