@@ -155,15 +155,15 @@ class Benchmark:
 
         entry, expected = self._entries(category)[identity]
         named: dict[str, Any] = {"prompt_entry": entry, "model_name": MODEL, "test_category": category}
-        runner, one = self._runner, (self._handler, identity, answer)
+        runner, answered = self._runner, (self._handler, identity, answer)
         if utils.is_relevance_or_irrelevance(category):
-            judgement = runner._evaluate_single_relevance_entry(*one, **named)
+            judgement = runner._evaluate_single_relevance_entry(*answered, **named)
         elif utils.is_multi_turn(category):
-            judgement = runner._evaluate_single_multi_turn_entry(*one, expected, **named)
+            judgement = runner._evaluate_single_multi_turn_entry(*answered, expected, **named)
         else:
             language = "JAVASCRIPT" if utils.is_js(category) else "JAVA" if utils.is_java(category) else "PYTHON"
             judgement = runner._evaluate_single_ast_entry(
-                *one, expected, **named, language=Language[language], return_format=ReturnFormat[language]
+                *answered, expected, **named, language=Language[language], return_format=ReturnFormat[language]
             )
         error = judgement.get("error")
         details = error if isinstance(error, dict) else judgement

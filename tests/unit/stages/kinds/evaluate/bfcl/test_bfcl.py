@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.program import Program
-from stages.harnesses.bfcl.asking import MEMORY_BYTES, PROGRAM, BoundError, Checker, Question
+from stages.data.messages import make_message
+from stages.harnesses.bfcl.asking import MEMORY_BYTES, PROGRAM, BoundError, Checker, Question, Talk
 from stages.harnesses.bfcl.categories import CATEGORIES
 from stages.harnesses.harness import Results
 from stages.harnesses.installation import BFCL
@@ -31,6 +32,8 @@ from stages.hubs.builtin import qwen3_tools
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import _write
 from stages.kinds.promote.paired import compare
+from stages.rollouts.acting import ServedTurn
+from stages.rollouts.environments.environment import Action, Call
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
 from tests.http_server import serving
@@ -363,3 +366,43 @@ def test_what_is_not_run_is_refused_by_name_in_the_plan_and_a_misspelling_is_ans
     assert near.startswith("tasks: BFCL has no category 'multi_turn_bas'; did you mean multi_turn_base")
     (none,) = problems("gsm8k")
     assert "expected one of simple_python, simple_java" in none
+
+
+def sampled(text: str) -> ServedTurn:
+    return ServedTurn([1, 2], [-0.5, -0.5], text, truncated=False)
+
+
+def test_a_conversation_goes_on_until_an_answer_calls_nothing_and_ends_at_the_packages_bound_of_steps() -> None:
+    question = Question(
+        "multi_turn_base", "q", [[make_message("user", "Go.")], [make_message("user", "On.")]], {}, 2, []
+    )
+    talk = Talk(question)
+    run: list[list[Any]] = []
+
+    def steps(answers: Any) -> list[str] | None:
+        run.append(list(answers))
+        return ["moved"] if isinstance(answers[-1], list) else None
+
+    call = Action("", (Call("cd", {"folder": "x"}),))
+    talk.add(sampled(""), call, steps)
+    talk.add(sampled("Done."), Action("Done."), steps)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert talk.messages[2]["tool_call_id"] == talk.messages[1]["tool_calls"][0]["id"]
+    cd = [{"cd": '{"folder": "x"}'}]
+    assert run == [[cd], [cd, "Done."]]
+    for _ in range(3):
+        assert not talk.is_over
+        talk.add(sampled(""), call, steps)
+    assert talk.is_over
+    assert talk.outcome.answer == [[cd, "Done."], [cd, cd, cd]]
+    assert run[-1] == [cd] * 4, "an answer that called nothing is not run again"
+
+    def too_long(_: Any) -> list[str] | None:
+        raise BoundError("it took more than 20 s")
+
+    broken = Talk(question)
+    broken.add(sampled("cut"), None, too_long)
+    assert (broken.outcome.problem, broken.outcome.num_cut, broken.is_over) == ("it took more than 20 s", 1, True)
+    single = Talk(replace(question, most_steps=0))
+    single.add(sampled(""), call, too_long)
+    assert (single.outcome.answer, single.is_over) == (cd, True)
