@@ -69,7 +69,8 @@ class PlayedEpisode(Sample):
 
     @property
     def bound(self) -> str:
-        return {"turns": "max_turns", "seconds": "max_episode_s"}.get(self.end, super().bound)
+        named = {"turns": "max_turns", "seconds": "max_episode_s", "template": "what the chat template shows"}
+        return named.get(self.end, super().bound)
 
     @property
     def flaw(self) -> str | None:

@@ -15,14 +15,12 @@ from stages.rollouts.environments.environment import Action
 
 MODEL = "policy"
 """Name by which programs ask for the model."""
-READ = frozenset({"model", "messages", "tools", "stream", "stream_options"})
+READ = frozenset({"model", "messages", "tools", "stream"})
 OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-IGNORED = frozenset(
-    {*OF_SAMPLING, "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
-)
+IGNORED = frozenset({*OF_SAMPLING, "stream_options", "user", "metadata", "store", "service_tier"})
 """Fields of a request that change nothing, as the recipe says how tokens are sampled and how many."""
 WITHOUT_EFFECT: dict[str, Any] = {
     "n": 1,
@@ -52,12 +50,11 @@ class RefusedRequestError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Request for a turn. raw: its messages, unread. streams, counts: answered in events; with a last one of usage."""
+    """Request for a turn. raw: its messages, unread. streams: the answer is sent in events."""
 
     raw: list[dict[str, Any]]
     tools: tuple[Tool, ...]
     streams: bool
-    counts: bool
 
     @classmethod
     def parsed(cls, body: bytes) -> "ChatRequest":
@@ -79,15 +76,14 @@ class ChatRequest:
                 )
         if asked.get("model") != MODEL:
             raise RefusedRequestError(f"there is no such model; ask for {MODEL!r}", "model_not_found", 404)
-        messages, options = asked.get("messages"), asked.get("stream_options") or {}
+        messages = asked.get("messages")
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or not messages:
             raise RefusedRequestError("`messages` is no list of messages")
         try:
             tools = parse_tools(asked)
         except RowError as error:
             raise RefusedRequestError(f"the request {error}") from error
-        counts = isinstance(options, dict) and bool(options.get("include_usage"))
-        return cls(messages, tools, bool(asked.get("stream")), counts)
+        return cls(messages, tools, bool(asked.get("stream")))
 
 
 def read_messages(raw: Sequence[dict[str, Any]]) -> list[Message]:

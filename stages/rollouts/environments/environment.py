@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveInt
 
@@ -84,6 +84,11 @@ class Environment(Protocol):
         """
         return 0.0
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the episode beside those that every environment has, of equal names in all episodes."""
+        return {}
+
     def close(self) -> None:
         """Free what the episode holds, once it is over."""
 
@@ -93,6 +98,9 @@ MakeEnvironment = Callable[[], Environment]
 
 class EnvironmentConfig(StrictModel, ABC):
     """Base class of the configs of environments: bounds of an episode, and what rewards see of it."""
+
+    IS_EXACT: ClassVar[bool] = False
+    """True if its messages stay as they are: an episode ends with some that the chat template refuses."""
 
     max_turns: PositiveInt = Field(
         4, le=1000, description="Largest number of turns of the model in an episode; calls in the last have no answer."

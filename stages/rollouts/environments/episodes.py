@@ -7,9 +7,10 @@ the next turn is asked for with the sampled ids themselves, followed by what the
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, Self
+from functools import partial
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from stages.core.errors import DataError
 from stages.data.messages import Conversation, Message, RowError, make_message
@@ -18,9 +19,10 @@ from stages.rollouts.environments.calls import Parse, action, parser_for
 from stages.rollouts.environments.continuation import Continuation, prove
 from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment, Step
 
-End = Literal["done", "turns", "tokens", "seconds"]
-"""Reason for the end of an episode: the environment says so, or one of the bounds."""
+End = Literal["done", "turns", "tokens", "seconds", "template"]
+"""Reason for the end of an episode: the environment says so, one of the bounds, or messages that no template shows."""
 CUT = " … (cut off)"
+Result = TypeVar("Result")
 
 
 class SampledTurn(Protocol):
@@ -179,6 +181,7 @@ class Episode:
             "failed_calls": float(self.num_failed),
             "cut_answers": float(self.num_cut),
             **ends,
+            **self.environment.metrics,
         }
 
 
@@ -210,7 +213,10 @@ class Episodes:
                 playing = [episode for episode in episodes if episode.end is None]
                 new = [waiting.popleft() for _ in range(min(len(waiting), most - len(playing)))]
                 began_s, environments = time.monotonic(), [self.make() for _ in new]
-                shown = pool.map(lambda one, start: one.reset(start.row, start.seed), environments, new)
+                resets = [
+                    partial(one.reset, start.row, start.seed) for one, start in zip(environments, new, strict=True)
+                ]
+                shown = _all_of(pool, resets)
                 # not in the pool: one thread renders and tokenizes
                 begun = [self._begun(*one, began_s) for one in zip(new, environments, shown, strict=True)]
                 episodes += begun
@@ -223,11 +229,10 @@ class Episodes:
                     for episode, turn in zip(playing, turns, strict=True)
                     if (acted := self._acted(episode, turn))
                 ]
-                steps = pool.map(lambda one: one[0].environment.step(one[1]), acting)
+                steps = _all_of(pool, [partial(episode.environment.step, acted) for episode, acted in acting])
                 for (episode, acted), step in zip(acting, steps, strict=True):
                     self._go_on(episode, acted, step)
-                for _ in pool.map(self._close, (episode for episode in playing if episode.end)):
-                    pass
+                _all_of(pool, [partial(self._close, episode) for episode in playing if episode.end])
         finally:
             # after an error others may still act: they end when the environment is closed
             pool.shutdown(wait=False, cancel_futures=True)
@@ -282,7 +287,7 @@ class Episodes:
         episode.text = turn.text
         acted = episode.reader.read(turn)
         if acted is None:
-            episode.end, episode.cut_text = "tokens", turn.text
+            episode.end, episode.cut_text = "tokens", episode.reader.tokenizer.decode(turn.token_ids)
         return acted
 
     def _go_on(self, episode: Episode, acted: Action, step: Step) -> None:
@@ -313,6 +318,9 @@ class Episodes:
             between = episode.continuation.append(cut, self.reader.ends)
         except RowError as error:  # such as that of Llama 3: one call in a turn
             episode.num_malformed += 1
+            if self.config.IS_EXACT:
+                episode.end = "template"
+                return
             between = self._told(episode, cut[0]["role"], str(error))
         if len(episode.token_ids) + len(between) >= self.most_tokens:
             episode.end = "tokens"
@@ -328,6 +336,14 @@ class Episodes:
             return episode.continuation.append([message], self.reader.ends)
         except RowError as error:
             raise DataError(f"{self.reader.tokenizer.template.name} cannot continue an episode: it {error}") from error
+
+
+def _all_of(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Run tasks in a pool, and return their results in order; raise the first error, whatever else still runs."""
+    futures = [pool.submit(task) for task in tasks]
+    for ended in wait(futures, return_when=FIRST_EXCEPTION).done:
+        ended.result()
+    return [future.result() for future in futures]
 
 
 def _bounded(message: Message, most_bytes: int) -> Message:

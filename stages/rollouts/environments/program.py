@@ -10,7 +10,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -31,6 +31,8 @@ MAX_SHOWN = 300
 class ProgramEnvironment(EnvironmentConfig):
     """Agent program that asks for the model's turns by OpenAI's API: `{program: python a.py, files: [a.py]}`."""
 
+    IS_EXACT: ClassVar[bool] = True
+
     program: str = Field(
         min_length=1,
         description="Command line of the agent program, in words as a shell splits them; it runs where the first of "
@@ -43,6 +45,9 @@ class ProgramEnvironment(EnvironmentConfig):
     )
     gives_reward: bool = Field(
         True, description='The last line that the program prints is its reward, as JSON: `{"reward": 1.0}`.'
+    )
+    metrics: tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], ...] = Field(
+        (), description='Names of numbers in that line, such as `{"reward": 1.0, "metrics": {"guesses": 3}}`.'
     )
     max_answer_bytes: PositiveInt = Field(
         65_536, description="Largest number of bytes of a request's new messages; a request with more is refused."
@@ -132,6 +137,7 @@ class ProgramEpisode(Environment):
         self._process: AgentProcess | None = None
         self._deadline_s = math.inf
         self._num_turns = 0
+        self._printed: dict[str, float] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -179,6 +185,11 @@ class ProgramEpisode(Environment):
         except DataError:  # a program may fail when it is refused a turn
             return 0.0
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        own = {f"program_{name}": self._printed.get(name, 0.0) for name in self._config.metrics}
+        return {"refused_requests": float(self._session.num_refused), **own}
+
     def close(self) -> None:
         self._gateway.close(self._session)
         with self._lock:
@@ -196,19 +207,24 @@ class ProgramEpisode(Environment):
             return None
 
     def _reward(self, ended: Ended) -> float:
-        """Return the reward in the last line that a program printed; raise DataError for one that failed."""
+        """Return the reward in the last line that a program printed, and keep its metrics; DataError if it failed."""
         if ended.exit_code:
             raise self._error(f"ended with exit code {ended.exit_code}{_shown(ended)}")
-        if not self._config.gives_reward:
+        if not self._config.gives_reward and not self._config.metrics:
             return 0.0
-        lines = ended.printed.strip().splitlines() or [""]
+        line = (ended.printed.strip().splitlines() or [""])[-1]
         try:
-            reward = json.loads(lines[-1])["reward"]
+            result = json.loads(line)
+            printed = {name: result["metrics"][name] for name in self._config.metrics}
+            reward = result["reward"] if self._config.gives_reward else 0.0
         except (ValueError, TypeError, KeyError, RecursionError):
-            reward = None
-        if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
-            shown = shortened(lines[-1], MAX_SHOWN) or "nothing"
-            raise self._error(f'printed {shown} as its last line; expected its reward, such as {{"reward": 1.0}}')
+            printed, reward = {}, None
+        if reward is None or not all(_is_number(value) for value in (reward, *printed.values())):
+            expected: dict[str, Any] = {"reward": 1.0} if self._config.gives_reward else {}
+            expected |= {"metrics": dict.fromkeys(self._config.metrics, 0.5)} if self._config.metrics else {}
+            shown = shortened(line, MAX_SHOWN) or "nothing"
+            raise self._error(f"printed {shown} as its last line; expected finite numbers as in {json.dumps(expected)}")
+        self._printed = printed
         return float(reward)
 
     def _error(self, problem: str) -> DataError:
@@ -219,3 +235,7 @@ def _shown(ended: Ended) -> str:
     """Return the last of what a program complained about, to end a sentence."""
     complaint = ended.complaint.strip()
     return f": {shortened(complaint.splitlines()[-1], MAX_SHOWN)}" if complaint else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

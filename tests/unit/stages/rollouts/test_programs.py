@@ -6,28 +6,32 @@ The oracle of token ids is Transformers, which renders and tokenizes a program's
 import json
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
 from stages.core.errors import DataError
 from stages.core.process_tree import living_processes
 from stages.data.calculator import DEFINITION
 from stages.data.files import Portion
+from stages.data.messages import Conversation, make_message
 from stages.hubs.builtin import qwen3_tools
 from stages.kinds.generate.config import GenerateConfig
 from stages.rewards import code_program
 from stages.rollouts.acting import PlayedEpisode, play_all
-from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.asking import request_seed
+from stages.rollouts.environments.environment import Action, EnvironmentConfig
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.prompts import read_prompts
 from stages.serving.client import Client
@@ -184,7 +188,8 @@ def test_a_program_s_episode_is_what_the_sampler_answered(server: Any, tmp_path:
 
 def test_tools_of_a_program_are_called_token_in_token_out(server: Any, tmp_path: Path) -> None:
     server.script = calls_once
-    for episode in play(server, tmp_path, WITH_A_TOOL, num_samples=3, num_together=2):
+    for episode in play(server, tmp_path, WITH_A_TOOL, num_samples=3, num_together=2, metrics=["messages"]):
+        assert episode.metrics["program_messages"] == 5.0
         assert (episode.reward, episode.end, episode.metrics["calls"]) == (1.0, "done", 1.0)
         function = {"name": "calculator", "arguments": {"expression": "12 * 34"}}
         call = {
@@ -226,7 +231,7 @@ import threading
 said = []
 thread = threading.Thread(target=lambda: said.append(ask([first])["choices"][0]["message"]))
 thread.start()
-time.sleep(0.2)
+time.sleep(0.1)
 found = [refused([first])]  # two at once
 thread.join()
 so = {"role": "user", "content": "So?"}
@@ -272,34 +277,55 @@ def test_streamed_answers_and_a_client_s_form_of_them_go_on(server: Any, tmp_pat
 
 def test_what_does_not_go_on_with_the_conversation_is_refused(server: Any, tmp_path: Path) -> None:
     def script(prompt: str) -> str:
-        time.sleep(0.5)
+        time.sleep(0.3)
         return "408"
 
     server.script = script
     body = REFUSED.replace('row["expected"]', repr(json.dumps(FOUND)))
     (episode,) = play(server, tmp_path, body)
     assert (episode.reward, episode.end, episode.metrics["turns"]) == (408.0, "done", 2.0)
+    assert episode.metrics["refused_requests"] == len(FOUND) - 1, "but that with a wrong key, which is of no episode"
     assert all((body["temperature"], body["max_tokens"]) == (1.0, 64) for body in server.asked)
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("ask([first])\nraise KeyError('here')", "exit code 1: KeyError: 'here'"),
-        ("ask([first])\nprint('rubbish')", "printed rubbish as its last line; expected its reward"),
-        ("ask([first])\nprint('{\"reward\": NaN}')", 'printed {"reward": NaN} as its last line'),
-        ("ask([first])", "printed nothing as its last line"),
-        ("print('{\"reward\": 1}')", "ended with exit code 0 before it asked for a turn"),
-        ("ask([first])\nwhile True: print('x' * 1_000_000)", "exit code -9: it printed more than 64 MiB"),
-        ("ask([first])\nx = bytearray(3 << 30)", "exit code 1: MemoryError"),
-    ],
-)
-def test_a_program_that_fails_ends_the_stage_with_one_sentence(
-    body: str, expected: str, server: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError) as caught:
-        play(server, tmp_path, body, num_samples=2, memory_gib=1)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+FAILING = {
+    "raise KeyError('here')": "exit code 1: KeyError: 'here'",
+    "print('rubbish')": "printed rubbish as its last line; expected finite numbers as in",
+    """print('{"reward": NaN, "metrics": {"steps": 1}}')""": 'printed {"reward": NaN, "metrics": {"steps": 1}}',
+    "reward(1)": 'expected finite numbers as in {"reward": 1.0, "metrics": {"steps": 0.5}}',
+    "reward(True, metrics={'steps': 1})": 'printed {"reward": true',
+    "while True: print('x' * 1_000_000)": "exit code -9: it printed more than 64 MiB",
+    "x = bytearray(3 << 30)": "exit code 1: MemoryError",
+}
+
+
+def test_a_program_that_fails_ends_the_stage_with_one_sentence(server: Any, tmp_path: Path) -> None:
+    config = environment(tmp_path, "ask([first])\nexec(row['body'])", memory_gib=1, metrics=["steps"])
+
+    def failure(body: str) -> str:
+        episode = make()
+        prompt = episode.reset({"prompt": QUESTION, "tools_of": TOOLS, "body": body}, 0)
+        assert isinstance(prompt, Conversation) and prompt.messages == [make_message("user", QUESTION)]
+        with pytest.raises(DataError) as caught:
+            episode.step(Action("408"))
+        return str(caught.value)
+
+    with config.opened() as make, ThreadPoolExecutor(2) as pool:
+        for found, expected in zip(pool.map(failure, FAILING), FAILING.values(), strict=True):
+            assert expected in found and found.startswith("the program python agent.py ") and "\n" not in found
+    for command, expected in (
+        ("python agent.py", "exit code 0 before it asked"),
+        ("no-such-program", "exit code 1 bef"),
+    ):
+        config = environment(tmp_path, "sys.exit(0)", program=command)
+        with config.opened() as make, pytest.raises(DataError, match=expected):
+            make().reset({"tools_of": TOOLS, "prompt": QUESTION}, 0)
+    server.script = lambda prompt: "408"
+    with pytest.raises(DataError, match="ended with exit code 3"):
+        body = f"ask([first])\nif asked['seed'] != {request_seed(0, 0, 1)}: time.sleep(99)\nsys.exit(3)"
+        play(server, tmp_path, body, num_samples=2)
+    with pytest.raises(ValidationError, match="No closing quotation"):
+        environment(tmp_path, "", program="python 'agent.py")
 
 
 AT_A_BOUND = """
@@ -327,6 +353,30 @@ def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
     again = 'ask([first, ask([first])["choices"][0]["message"], first])'
     (episode,) = play(server, tmp_path, again, max_turns=1)
     assert (episode.end, episode.reward) == ("turns", 0.0), "it was refused a turn, and failed"
+
+
+TWO_CALLS = """
+message = ask([first], tools=TOOLS)["choices"][0]["message"]
+answers = [{"role": "tool", "tool_call_id": call["id"], "content": "408"} for call in message["tool_calls"]]
+reward(float(len(answers) == 2 and refused([first, message, *answers], tools=TOOLS)[0] == 400))
+"""
+
+
+def test_messages_that_the_template_refuses_end_an_episode(server: Any, folder: Path, tmp_path: Path) -> None:
+    """Llama 3's template, for one, shows a single call in a turn."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    template = model / "chat_template.jinja"
+    once = "{%- for m in messages %}{%- if m.tool_calls and m.tool_calls|length > 1 %}"
+    template.write_text(
+        f"{once}{{{{ raise_exception('one call') }}}}{{%- endif %}}{{%- endfor %}}{template.read_text()}"
+    )
+    server.served = replace(server.served, folder=model)
+    call = calls_once("").removeprefix("Let me see.")
+    server.script = lambda prompt: f"{call}\n{call}"
+    (episode,) = play(server, tmp_path, TWO_CALLS, num_samples=1)
+    assert (episode.end, episode.reward, episode.truncated) == ("template", 1.0, True)
+    assert [one.author for one in episode.segments] == ["model"]
 
 
 CONFINED = """
