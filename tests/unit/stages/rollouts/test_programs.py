@@ -355,6 +355,16 @@ def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
     assert (episode.end, episode.reward) == ("turns", 0.0), "it was refused a turn, and failed"
 
 
+def test_the_content_of_a_program_s_files_identifies_what_it_makes(tmp_path: Path) -> None:
+    tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "a"}, "num_samples": 2, "keep": "best"}
+    fields = environment(tmp_path, RIGHT).model_dump()
+    read = GenerateConfig.model_validate({**tree, "max_tokens": 64, "environment": fields})
+    assert read.outside_paths()["environment.files.0"] == tmp_path / "agent.py"
+    assert str(tmp_path) not in json.dumps(read.identity()) and "python agent.py" in json.dumps(read.identity())
+    with pytest.raises(ValidationError, match="rewards"):
+        GenerateConfig.model_validate({**tree, "max_tokens": 64, "environment": {**fields, "gives_reward": False}})
+
+
 TWO_CALLS = """
 message = ask([first], tools=TOOLS)["choices"][0]["message"]
 answers = [{"role": "tool", "tool_call_id": call["id"], "content": "408"} for call in message["tool_calls"]]
