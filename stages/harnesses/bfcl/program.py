@@ -116,6 +116,7 @@ class Benchmark:
 
         `results` is None if the last answer calls nothing, which ends the model's turn.
         """
+        self._entries(category)  # a child opens no files
         return self.alone(lambda: self._steps(category, identity, answers))
 
     def _steps(self, category: str, identity: str, answers: Sequence[Any]) -> dict[str, Any]:
@@ -147,6 +148,7 @@ class Benchmark:
 
     def verdict(self, category: str, identity: str, answer: Any) -> dict[str, Any]:
         """Return BFCL's verdict on an answer: `valid`, and why not."""
+        self._entries(category)  # a child opens no files
         return self.alone(lambda: self._verdict(category, identity, answer))
 
     def _verdict(self, category: str, identity: str, answer: Any) -> dict[str, Any]:
