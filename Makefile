@@ -1,6 +1,7 @@
 # `make demo` refreshes a tiny model from end to end; `make test` runs every check and test.
 # Both create what is missing: .venv (the pipeline) and .venv-serve (vLLM), which cannot share one environment. Tests, and
-# recipes that serve by llama.cpp, also need .venv-llama-cpp: `make llama-cpp`.
+# recipes that serve by llama.cpp, also need .venv-llama-cpp: `make llama-cpp`; those that learn Reasoning Gym's tasks
+# .venv-reasoning-gym: `make reasoning-gym`.
 
 PYTHON ?= python3
 PINS := deploy/requirements
@@ -25,7 +26,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray reasoning-gym shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -39,7 +40,7 @@ BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loads
 REPORT = --junitxml build/test.xml --override-ini junit_family=xunit1 \
 	--override-ini junit_suite_name=$$(git describe --always --dirty --abbrev=40 --exclude '*')
 # Types are checked beside the tests. What is wrong with them is shown at once, and again below the tests' results.
-test: style llama-cpp
+test: style llama-cpp reasoning-gym
 	@mkdir -p build
 	@{ nice .venv/bin/mypy > build/types.txt 2>&1 || { cat build/types.txt >&2; exit 1; }; } & types=$$!; \
 	.venv/bin/pytest tests/unit tests/fake_gpu tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
@@ -47,7 +48,7 @@ test: style llama-cpp
 	wait $$types || { cat build/types.txt >&2; exit 1; }; exit $$tests
 	@.venv/bin/python tests/nightly/parts.py --stale
 
-unit: environments llama-cpp .venv/.test-ready
+unit: environments llama-cpp reasoning-gym .venv/.test-ready
 	.venv/bin/pytest tests/unit $(BESIDE_EACH_OTHER)
 
 # Every injected fault, and a table: how fast it was noticed and mended, and what was lost.
@@ -163,6 +164,15 @@ llama-cpp: .venv-llama-cpp/.ready
 	@$(INSTALL) --python .venv-llama-cpp/bin/python --requirement $<
 	@touch $@
 
+# Only for recipes with the environment `reasoning_gym`, and tests: 230 MB. It pins another tabulate than the pipeline has.
+reasoning-gym: .venv-reasoning-gym/.ready
+
+.venv-reasoning-gym/.ready: $(PINS)/reasoning-gym.txt | .venv/bin/uv
+	@echo "Installing Reasoning Gym into .venv-reasoning-gym …"
+	@$(PYTHON) -m venv .venv-reasoning-gym
+	@$(INSTALL) --python .venv-reasoning-gym/bin/python --requirement $<
+	@touch $@
+
 # Only for the nightly part `deployment`.
 skypilot: .venv-skypilot/.ready
 
@@ -210,6 +220,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/bfcl-overrides.txt $(PINS)/bfcl.in -o $(PINS)/bfcl.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
+	$(COMPILE) $(PINS)/reasoning-gym.in -o $(PINS)/reasoning-gym.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
 	$(COMPILE) $(PINS)/ray.in -o $(PINS)/ray.txt
@@ -233,4 +244,4 @@ release: .venv/bin/uv
 	$(UV) build --wheel --clear
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-skypilot .venv-ray
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-reasoning-gym .venv-skypilot .venv-ray

@@ -62,6 +62,7 @@ ENVIRONMENTS = (
     Environment("evalscope"),
     Environment("bfcl", overrides="bfcl-overrides.txt"),
     Environment("llama-cpp"),
+    Environment("reasoning-gym"),
 )
 
 
@@ -259,7 +260,12 @@ def install(scratch: Path, resolutions: Sequence[Resolution]) -> Path:
     """Install what resolves into scratch environments beside each other; return the pipeline's Python."""
     found = {one.environment: one for one in resolutions}
     python = _environment(scratch / ".venv", [found[name] for name in ("pipeline", "media", "test") if name in found])
-    for name, folder in (("serve-cpu", ".venv-serve"), ("llama-cpp", ".venv-llama-cpp")):
+    beside = (
+        ("serve-cpu", ".venv-serve"),
+        ("llama-cpp", ".venv-llama-cpp"),
+        ("reasoning-gym", ".venv-reasoning-gym"),
+    )
+    for name, folder in beside:
         if name not in found or not (ROOT / folder).exists():
             continue
         if found[name].together == found[name].pinned:

@@ -63,6 +63,11 @@ def _harness(name: str) -> Callable[[], None]:
     return install
 
 
+def reasoning_gym() -> None:
+    """Install Reasoning Gym into `.venv-reasoning-gym` beside the own environment."""
+    _into(".venv-reasoning-gym", "--requirement", str(shipped(PINS) / "reasoning-gym.txt"))
+
+
 def _own(name: str) -> Callable[[], None]:
     """Return a function that adds packages, pinned in files of this name, to the own environment."""
 
@@ -80,6 +85,7 @@ INSTALLERS: dict[str, Callable[[], None]] = {
     "llama-cpp": llama_cpp,
     "evalscope": _harness("evalscope"),
     "bfcl": _harness("bfcl"),
+    "reasoning-gym": reasoning_gym,
     "media": _own("media"),
     "trackers": _own("trackers"),
     "mcp": _own("mcp"),

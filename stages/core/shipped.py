@@ -8,7 +8,10 @@ IN_WHEEL = Path(__file__).parents[1] / "shipped"
 MAKE_TARGETS: Mapping[str, str] = {
     "pipeline": "environments",
     "serve": "environments",
-    **{part: part for part in ("llama-cpp", "evalscope", "bfcl", "media", "trackers", "mcp", "shared-store")},
+    **{
+        part: part
+        for part in ("llama-cpp", "evalscope", "bfcl", "reasoning-gym", "media", "trackers", "mcp", "shared-store")
+    },
 }
 """Target of the Makefile that installs a part, by the name that `lifecycle install` knows the part by."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -219,7 +220,7 @@ class DataConfig(StrictModel):
     def parts(self) -> dict[str, DataConfig]:
         """Config of each dataset of a mixture, by its path in the recipe, such as `datasets.0.` (single: "")."""
         if not self.datasets:
-            return {"": self}
+            return {"": self} if self.dataset else {}
         whole = self.model_copy(update={"datasets": (), "mixing": Mixing()})
         return {f"datasets.{number}.": whole.model_copy(update=part.own) for number, part in enumerate(self.datasets)}
 
@@ -228,6 +229,10 @@ class DataConfig(StrictModel):
         """Name of the stage that makes the dataset. Asserts that there is only one, since a mixture has several."""
         assert self.dataset, "a mixture has several"
         return self.dataset
+
+    def prompt_folder(self, inputs: Mapping[str, Path]) -> Path | None:
+        """Return the folder of the only dataset, by stage name from `inputs`; None for rows that no dataset has."""
+        return inputs[self.dataset] / "data" if self.dataset else None
 
     @property
     def is_mixture(self) -> bool:
@@ -245,7 +250,8 @@ class DataConfig(StrictModel):
 
     @property
     def holds_out(self) -> bool:
-        return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
+        parts = self.parts.values() or (self,)  # without a dataset, rows of an environment
+        return any(part.evaluation_split or part.evaluation_fraction for part in parts)
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         """Yield an error message for each dataset that a mixture contains twice because two stages make it."""
@@ -300,8 +306,6 @@ class DataConfig(StrictModel):
 
     @model_validator(mode="after")
     def _datasets_are_named_once(self) -> Self:
-        if not self.dataset and not self.datasets:
-            raise ValueError("names no data; say `dataset: STAGE`, or several (`datasets`)")
         if self.dataset and self.datasets:
             raise ValueError(f"has `dataset: {self.dataset}` and `datasets`; put it into the list, or remove the list")
         if twice := [name for name in dict.fromkeys(self.names) if self.names.count(name) > 1]:

@@ -179,15 +179,22 @@ class Portion:
     split: str
     fraction: float | None = None
 
-    def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield the rows chosen for training or evaluation, equal ones together; unreadable rows count as training."""
+    def select(self, rows: Iterable[Row | BadRow], column: str | None = None) -> Iterator[Row | BadRow]:
+        """Yield the rows chosen for training or evaluation, equal ones together; unreadable rows count as training.
+
+        column: of rows that are objects, the only one that decides whether two are equal; None: all.
+        """
         if self.fraction is None:
             yield from rows
             return
         for row in rows:
-            held_out = isinstance(row, Row) and is_held_out(row.content, self.fraction)
+            held_out = isinstance(row, Row) and is_held_out(_cell(row.content, column), self.fraction)
             if held_out == (self.name == "evaluation"):
                 yield row
+
+
+def _cell(content: Any, column: str | None) -> object:
+    return content[column] if column else content
 
 
 def portions(config: DataConfig) -> list[Portion]:

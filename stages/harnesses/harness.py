@@ -68,6 +68,10 @@ class EpisodesConfig(StrictModel):
         own = [ENVIRONMENT] if self.environment.gives_rewards else []
         return [*own, *self.rewards, *self.passes]
 
+    def makes_questions(self, task_folder: Path | None) -> bool:
+        """Return whether the environment's own rows are the questions, as there is no folder of question sets."""
+        return task_folder is None and self.environment.makes_rows
+
     @model_validator(mode="after")
     def _is_rewarded(self) -> Self:
         if not self.rewards and not self.environment.gives_rewards:

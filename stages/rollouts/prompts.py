@@ -1,6 +1,6 @@
 """Prompts made from a dataset's rows, rendered by the model's chat template and checked before any model is asked."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,7 +9,7 @@ from pathlib import Path
 from stages.core.errors import DataError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
-from stages.data.files import BadRow, RowLocation, find_files, read_rows
+from stages.data.files import BadRow, Row, RowLocation, find_files, read_rows
 from stages.data.media.embedded import without_pixels
 from stages.data.media.folder import MediaFolder
 from stages.data.media.rows import MediaSource
@@ -26,6 +26,8 @@ from stages.rollouts.options import PromptOptions
 from stages.rollouts.pictures import PromptPictures
 
 NUM_NAMED = 10
+MADE = "the environment's rows"
+"""Name of the place of rows that no file has."""
 """Largest number of rows that an error message lists."""
 
 
@@ -56,7 +58,7 @@ class RenderedPrompt:
 
 
 def read_prompts(
-    folder: Path,
+    folder: Path | None,
     options: PromptOptions,
     tokenizer_folder: Path,
     media: MediaSource | None = None,
@@ -64,6 +66,7 @@ def read_prompts(
 ) -> list[RenderedPrompt]:
     """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
+    folder: None for the rows that the environment makes itself.
     tokenizer_folder: of the model or adapter that is asked. media: source of the rows' media; None refuses them.
     model_folder: of an adapter's base, whose processor reads them. Raises DataError, with the bad rows, for rows that
     are no prompts or lack what a reward needs, or no rows; ModelError for a folder without a usable tokenizer.
@@ -74,14 +77,14 @@ def read_prompts(
         tokenizer_folder, options.chat_template, "assistant", template_date=own_date, processor_folder=model_folder
     )
     as_chat = options.apply_chat_template
-    files = find_files(folder, options.portion.split)
+    source, chosen = _chosen_rows(folder, options)
     prompts: list[RenderedPrompt] = []
     bad: list[str] = []
     with ExitStack() as stack:
         checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
         as_chat = is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat
         rows = _Rows(options, tokenizer, as_chat, checks, media)
-        for row in islice(options.portion.select(read_rows(folder, files)), options.limit):
+        for row in islice(chosen, options.limit):
             try:
                 if isinstance(row, BadRow):
                     raise RowError(row.reason)
@@ -96,8 +99,28 @@ def read_prompts(
         raise DataError(f"{len(bad)} of {len(bad) + len(prompts)} rows are no prompts:\n{named}{more}\nFix these rows.")
     if not prompts:
         held_out = f" for {options.portion.name}" if options.portion.fraction else ""
-        raise DataError(f"no prompts{held_out}: no rows of {', '.join(path.name for path in files)} of {folder}")
+        raise DataError(f"no prompts{held_out}: no rows of {source}")
     return prompts
+
+
+def _chosen_rows(folder: Path | None, options: PromptOptions) -> tuple[str, Iterator[Row | BadRow]]:
+    """Return where the rows of a portion come from, in words, and the rows: of a dataset, or of the environment.
+
+    Rows with one question, which tasks with few questions make, are held out together: none of them is learned.
+    """
+    if folder:
+        files = find_files(folder, options.portion.split)
+        names = ", ".join(path.name for path in files)
+        return f"{names} of {folder}", options.portion.select(read_rows(folder, files))
+    environment = options.environment
+    assert environment and environment.makes_rows, "the recipe's check has asked for a dataset"
+    made = (Row(RowLocation(MADE, number, "row"), row) for number, row in enumerate(environment.rows(), 1))
+    return MADE, options.portion.select(made, "question")
+
+
+def prompt_media(folder: Path | None, split: str, model_folder: Path) -> MediaFolder | None:
+    """Return the source of media of a dataset's prompts, as `media_of`; None for rows that an environment makes."""
+    return media_of(folder, split, model_folder) if folder else None
 
 
 def check_room(prompts: Sequence[RenderedPrompt], context_tokens: int, max_tokens: int) -> None:
@@ -162,6 +185,8 @@ class _Rows:
                 )
             if problem := self._checks[name](prompt.reference, prompt.row):
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
+        if self._options.environment:
+            self._options.environment.check_row(prompt.row)
         # rewards need no pictures of rows that hold them, and all rows are in memory
         kept = without_pixels(prompt.row) if self._media else prompt.row
         prompt = replace(prompt, document=self._as_asked(prompt.document), row=kept)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from pydantic import JsonValue
+
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation, Results
@@ -33,6 +35,9 @@ class ActingHarness(QuestionSetHarness):
     def version(self) -> str:
         return VERSION
 
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return evaluation.episodes.environment.versions() if evaluation.episodes else {}
+
     def to_install(self) -> str | None:
         return None
 
@@ -40,6 +45,13 @@ class ActingHarness(QuestionSetHarness):
         if evaluation.episodes is None:
             yield "episodes: is missing; say with `harness: environment` in what the model acts, and what judges it"
             return
+        if evaluation.episodes.makes_questions(evaluation.task_folder) and len(evaluation.tasks) > 1:
+            yield (
+                f"tasks: are {len(evaluation.tasks)}, and the questions are the environment's rows; expected one name "
+                "for them, or their folder as `task_folder`"
+            )
+        for field, problem in evaluation.episodes.environment.problems():
+            yield f"episodes.environment.{field}: {problem}"
         for option, why in unfit_options(evaluation.generation.stop, None):
             yield f"generation.{option}: {why}"
         if evaluation.episodes.num_samples > 1 and evaluation.generation.temperature == 0:
@@ -61,6 +73,8 @@ class ActingHarness(QuestionSetHarness):
         return score in [f"{task}.{metric}" for task in evaluation.tasks for metric in metrics]
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
+        if evaluation.episodes and evaluation.episodes.makes_questions(evaluation.task_folder):
+            return  # the environment was opened
         for task in evaluation.tasks:
             if not list(read_questions(evaluation, task)):  # checks every question
                 raise EvaluationError(f"the task {task} has no questions")

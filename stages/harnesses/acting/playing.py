@@ -88,7 +88,9 @@ def _prompts(evaluation: Evaluation, task: str, model: Path) -> list[RenderedPro
         rewards=config.rewards,
         environment=config.environment,
     )
-    return read_prompts(question_folder(evaluation), as_asked, model)
+    return read_prompts(
+        None if config.makes_questions(evaluation.task_folder) else question_folder(evaluation), as_asked, model
+    )
 
 
 def _played(

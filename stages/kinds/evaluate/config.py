@@ -12,6 +12,7 @@ from stages.core.fields import AddedLater
 from stages.harnesses.harness import EpisodesConfig, Evaluation, GenerationConfig
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.judge import RatingConfig
+from stages.rollouts.environments.environment import shared_seeds
 from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
@@ -91,6 +92,8 @@ class EvaluateConfig(AskedModelConfig):
         yield from super().problems_among(stages)
         harness, engine = harness_of(self.evaluation), self.serving_engine
         yield from harness.problems(self.evaluation)
+        learned = {name: stage for name, stage in stages.items() if stage.kind != self.kind}
+        yield from (f"episodes.environment.{problem}" for problem in shared_seeds(self, learned))
         if self.generation.stop and not engine.capabilities.stop_texts:
             yield f"generation.stop: {engine.title} ends no answer at a text of several tokens; remove it, or take vllm"
         if not engine.capabilities.token_prompts and not harness.asks_in_texts:

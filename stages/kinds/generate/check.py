@@ -9,7 +9,7 @@ from stages.kinds.generate.config import GenerateConfig, Solved
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 from stages.rollouts.acting import turn_reader
-from stages.rollouts.prompts import media_of, read_prompts
+from stages.rollouts.prompts import prompt_media, read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
@@ -25,8 +25,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     base = stage_input.inputs[config.base] / "model" if config.base else None
     try:
         if folder:  # a serve stage's artifact has none; its prompts are read when its turn comes
-            data = stage_input.inputs[config.prompts.dataset] / "data"
-            media = media_of(data, config.prompts.split, base or folder)
+            data = config.prompt_folder(stage_input.inputs)
+            media = prompt_media(data, config.prompts.split, base or folder)
             prompts = read_prompts(data, config.prompt_options, folder, media, base)
             if config.environment:  # refuses a chat template that it does not suit
                 turn_reader(folder, base or folder, config.environment, prompts)

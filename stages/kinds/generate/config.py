@@ -1,9 +1,10 @@
 """Config of the generate stage, which samples a model's answers to prompts to make training data."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import AddedLater, SplitName, StrictModel
@@ -21,7 +22,9 @@ Ranking = Literal["all", "best", "pairs"]
 class PromptsConfig(StrictModel):
     """Prompts of a generate stage: the dataset's rows that a model is to answer."""
 
-    dataset: DatasetReference
+    dataset: DatasetReference | None = Field(
+        None, description="Stage that makes the dataset; required unless the environment makes rows."
+    )
     split: SplitName = Field(
         "train", description="Split of the dataset: files whose name or folder begins with this text."
     )
@@ -128,6 +131,14 @@ class GenerateConfig(AskedModelConfig):
             concurrent_requests=self.execution.concurrent_requests,
         )
 
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        packages = self.environment.versions() if self.environment else {}
+        return {**super().resolve_outside(limit_s), **packages}
+
+    def prompt_folder(self, inputs: Mapping[str, Path]) -> Path | None:
+        """Return the folder of the prompts' dataset, by stage name from `inputs`; None for an environment's rows."""
+        return inputs[self.prompts.dataset] / "data" if self.prompts.dataset else None
+
     def custom_code(self) -> tuple[str, ...]:
         own = ((name, reward.custom_code()) for name, reward in self.rewards.items())
         found = [f"rewards.{name}: {code}" for name, code in own if code]
@@ -137,6 +148,8 @@ class GenerateConfig(AskedModelConfig):
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from super().problems_among(stages)
+        for field, problem in self.environment.problems() if self.environment else ():
+            yield f"environment.{field}: {problem}"
         if not self.serving_engine.capabilities.token_prompts:
             yield (
                 f"model: completions are asked for by token ids, which {self.serving_engine.title} does not take for a "
@@ -165,6 +178,12 @@ class GenerateConfig(AskedModelConfig):
                     f"`keep.solved: [{least}, {most}]` counts right ones among `num_samples: {self.num_samples}`; "
                     f"expected two rising numbers up to {self.num_samples}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if not self.prompts.dataset and not (self.environment and self.environment.makes_rows):
+            raise ValueError("`prompts.dataset` is missing; say `dataset: STAGE`, the stage that makes the prompts")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from stages.core.errors import ModelError
 from stages.data.summaries import DataLook
 from stages.kinds.generate.config import GenerateConfig
 from stages.rollouts.look import look_at_prompts
-from stages.rollouts.prompts import media_of, read_prompts
+from stages.rollouts.prompts import prompt_media, read_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
@@ -19,7 +19,7 @@ def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
     if folder is None:
         raise ModelError(f"the artifact of {config.model} has no tokenizer, so its prompts cannot be shown")
     base = stage_input.inputs[config.base] / "model" if config.base else None
-    data = stage_input.inputs[config.prompts.dataset] / "data"
-    media = media_of(data, config.prompts.split, base or folder)
+    data = config.prompt_folder(stage_input.inputs)
+    media = prompt_media(data, config.prompts.split, base or folder)
     prompts = read_prompts(data, config.prompt_options, folder, media, base)
     return look_at_prompts(prompts, folder, num_rows, base)

@@ -26,7 +26,7 @@ from stages.rollouts.acting import PlayedEpisode, episode_metrics, episode_rows,
 from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.environments.environment import EnvironmentConfig
 from stages.rollouts.episode_table import EPISODES_FILE, write_episodes
-from stages.rollouts.prompts import RenderedPrompt, check_pictures, check_room, media_of, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, check_pictures, check_room, prompt_media, read_prompts
 from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
 
@@ -58,8 +58,8 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     kept = context.scratch / f"rewards-{context.version}"
     with judging(config.rewards, RewardContext(context.inputs, kept, context.warn)) as judge:
         with endpoint_for(config, context) as endpoint:
-            data, model = context.inputs[config.prompts.dataset] / "data", endpoint.spec.model
-            media = media_of(data, config.prompts.split, model)
+            data, model = config.prompt_folder(context.inputs), endpoint.spec.model
+            media = prompt_media(data, config.prompts.split, model)
             prompts = read_prompts(data, config.prompt_options, endpoint.asked_folder, media, model)
             served = endpoint.await_model()
             started_s = time.monotonic()

@@ -123,7 +123,7 @@ def rollout_problems(
         return  # its tools are part of the prompts
     data = config.data_from(stage_input.inputs[config.model])
     try:
-        folder = stage_input.inputs[data.dataset_stage] / "data"
+        folder = data.prompt_folder(stage_input.inputs)
         as_read = config.model_copy(update={"data": data})
         for portion in portions(data):
             prompts = checked_prompts(as_read, options, folder, model, portion=portion)

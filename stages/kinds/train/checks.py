@@ -50,10 +50,16 @@ SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
     """Yield errors of conflicting config fields, a list per group; a group relies on those before it having none."""
-    yield [*row_errors(config.learning, config.data), *token_errors(config)]
+    yield [*row_errors(config.learning, config.data, makes_rows=makes_rows(config)), *token_errors(config)]
     yield list(number_errors(config))
     yield list(completion_errors(config, config.sampling)) if config.sampling else []
     yield list(engine_errors(config))
+
+
+def makes_rows(config: TrainFields) -> bool:
+    """Return whether the environment that training acts in makes its own rows."""
+    environment = config.rollouts.environment if config.rollouts else None
+    return bool(environment and environment.makes_rows)
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
@@ -85,13 +91,18 @@ def token_errors(config: TrainFields) -> Iterator[str]:
         )
 
 
-def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
-    """Yield conflicts between the kind of rows that the method learns from and the options of `data`."""
+def row_errors(method: Method, data: DataConfig, *, makes_rows: bool) -> Iterator[str]:
+    """Yield conflicts between the kind of rows that the method learns from and the options of `data`.
+
+    makes_rows: an environment makes rows itself, so that no dataset is needed.
+    """
     if data.add_tokens and not method.teaches_tokens:
         yield (
             f"`data.add_tokens` does not go with `method: {method.name}`, which would learn tokens that nothing knows; "
             "add them in a stage of `method: sft`, and train its model here"
         )
+    if not data.parts and not makes_rows:
+        yield "`data` names no data; say `dataset: STAGE`, or several (`datasets`)"
     if twice := [token for token, count in Counter(data.add_tokens).items() if count > 1]:
         yield f"`data.add_tokens` names {quoted(twice[0], 100)} twice; expected each token once"
     if method.rows == "prompts" and data.datasets:
@@ -193,6 +204,11 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
     """Yield conflicts between GRPO's options of sampling, grouping and rewards."""
     block, serving = config.sampling_block, options.serving
     environment = options.environment
+    if not config.data.dataset and config.data.evaluation_split:
+        yield (
+            f"`data.evaluation_split` is of a dataset, and `{block}.environment` makes the rows; say "
+            "`data.evaluation_fraction`"
+        )
     if not options.rewards and not (environment and environment.gives_rewards):
         yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
     if environment:
@@ -304,6 +320,9 @@ def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> It
             )
     yield from start_problems(config.model, config.base, config.adapter, stages)
     yield from config.data.problems_among(stages)
+    if config.rollouts and config.rollouts.environment:
+        for field, problem in config.rollouts.environment.problems():
+            yield f"{config.method}.environment.{field}: {problem}"
     for place, part in config.data.parts.items():
         if stages[part.dataset_stage].brings_media:
             yield from media_problems(config, f"{place}dataset")

@@ -108,8 +108,10 @@ class TrainConfig(TrainFields):
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the version of the engine that samples completions, for the cache key; empty without sampling."""
-        return {**self.sampling.engine_version} if self.sampling else {}
+        """Return the versions of what samples and judges completions, for the cache key; empty without sampling."""
+        environment = self.rollouts.environment if self.rollouts else None
+        packages = environment.versions() if environment else {}
+        return {**self.sampling.engine_version, **packages} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:
         """Return the training step of the latest complete checkpoint (`step-N`) in a scratch folder, or 0."""

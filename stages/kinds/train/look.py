@@ -21,7 +21,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     config = TrainConfig.model_validate(stage_input.config)
     model = InputModels.of(config, stage_input.inputs).as_started(config, scratch, weights=False).start
     if config.rollouts:
-        folder = stage_input.inputs[config.data.dataset_stage] / "data"
+        folder = config.data.prompt_folder(stage_input.inputs)
         return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model.folder, num_rows)
 
     def visits(training: PackedDataset) -> Visits:

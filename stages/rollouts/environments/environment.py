@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import Field, PositiveInt
+from pydantic import BaseModel, Field, JsonValue, PositiveInt
 
 from stages.core.errors import LifecycleError
 from stages.core.fields import Seconds, StrictModel
@@ -93,6 +93,23 @@ class Environment(Protocol):
         """Free what the episode holds, once it is over."""
 
 
+@dataclass(frozen=True)
+class SeedRange:
+    """Seeds of the rows that a task makes: `size` of them, from `seed` on."""
+
+    task: str
+    seed: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.seed} to {self.seed + self.size - 1}"
+
+    def shares(self, other: "SeedRange") -> bool:
+        """Return whether some seed of the same task is in both ranges."""
+        begin, end = max(self.seed, other.seed), min(self.seed + self.size, other.seed + other.size)
+        return self.task == other.task and begin < end
+
+
 MakeEnvironment = Callable[[], Environment]
 
 
@@ -115,6 +132,11 @@ class EnvironmentConfig(StrictModel, ABC):
         "last_answer",
         description="Text that rewards judge: the model's last turn, or all turns with the environment's answers.",
     )
+
+    @property
+    def makes_rows(self) -> bool:
+        """Return whether the environment makes its own rows, so that no dataset is needed."""
+        return False
 
     @property
     def gives_rewards(self) -> bool:
@@ -140,6 +162,27 @@ class EnvironmentConfig(StrictModel, ABC):
     def definitions(self) -> tuple[Tool, ...]:
         """Definitions of the tools that the model may call, which are part of its prompt."""
         return ()
+
+    @property
+    def seed_ranges(self) -> tuple[SeedRange, ...]:
+        """Seeds of the rows that the environment makes."""
+        return ()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows that the environment makes. Raises DataError; none of one that makes no rows."""
+        return iter(())
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise RowError for a dataset row with which no episode can begin."""
+        return
+
+    def versions(self) -> dict[str, JsonValue]:
+        """Return the versions of packages that decide what happens, for the cache key; ResourceError without one."""
+        return {}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that the environment's package refuses, with the reason; ResourceError without one."""
+        return iter(())
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[MakeEnvironment]:
@@ -180,3 +223,23 @@ def unfit_options(
 def tool_message(content: str) -> Message:
     """Return a message with the answer of a tool."""
     return make_message("tool", content)
+
+
+def shared_seeds(config: BaseModel, others: Mapping[str, BaseModel]) -> Iterator[str]:
+    """Yield the seeds of a config's environments that those of others have as well, with what to do."""
+    for mine in _seed_ranges(config):
+        for name, other in others.items():
+            if theirs := next(filter(mine.shares, _seed_ranges(other)), None):
+                yield (
+                    f"seed: {mine} are rows of {name} as well, which has {theirs}, so that what is learned would be "
+                    f"asked; say `seed: {theirs.seed + theirs.size}`"
+                )
+
+
+def _seed_ranges(config: BaseModel) -> Iterator[SeedRange]:
+    """Yield the seeds of the environments in a config, at any depth."""
+    if isinstance(config, EnvironmentConfig):
+        yield from config.seed_ranges
+    for value in vars(config).values():
+        if isinstance(value, BaseModel):
+            yield from _seed_ranges(value)

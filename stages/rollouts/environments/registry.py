@@ -7,12 +7,14 @@ from pydantic import Discriminator, Tag
 from stages.rollouts.environments.environment import EnvironmentConfig
 from stages.rollouts.environments.program import ProgramEnvironment
 from stages.rollouts.environments.python import PythonEnvironment
+from stages.rollouts.environments.reasoning_gym import ReasoningGymEnvironment
 from stages.rollouts.environments.tools import ToolsEnvironment
 
 ENVIRONMENTS: dict[str, type[EnvironmentConfig]] = {
     "tools": ToolsEnvironment,
     "python": PythonEnvironment,
     "program": ProgramEnvironment,
+    "reasoning_gym": ReasoningGymEnvironment,
 }
 """Environments by the field that names each in a recipe."""
 

@@ -403,7 +403,7 @@ class RolloutData:
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
-        folder = context.inputs[config.data.dataset_stage] / "data"
+        folder = config.data.prompt_folder(context.inputs)
         prompts, *held_out = (
             checked_prompts(config, options, folder, model, portion=portion) for portion in portions(config.data)
         )

@@ -28,7 +28,7 @@ from stages.rollouts.environments.environment import EnvironmentConfig
 from stages.rollouts.environments.episodes import TurnReader
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.pictures import PromptPictures
-from stages.rollouts.prompts import RenderedPrompt, check_pictures, media_of, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, check_pictures, prompt_media, read_prompts
 from stages.serving.engine import max_images_of
 
 
@@ -163,9 +163,14 @@ NUM_NAMED = 5
 
 
 def checked_prompts(
-    config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts, *, portion: Portion | None = None
+    config: TrainConfig,
+    options: RolloutOptions,
+    folder: Path | None,
+    model: ModelFacts,
+    *,
+    portion: Portion | None = None,
 ) -> list[RenderedPrompt]:
-    """Read the prompts in `folder`, by default those to train on.
+    """Read the prompts in `folder`, by default those to train on. folder: None for rows that the environment makes.
 
     Raises DataError for bad rows, and prompts that leave too little room to answer.
     """
@@ -184,7 +189,7 @@ def checked_prompts(
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
         environment=options.environment,
     )
-    prompts = read_prompts(folder, asked, model.folder, media_of(folder, portion.split, model.folder))
+    prompts = read_prompts(folder, asked, model.folder, prompt_media(folder, portion.split, model.folder))
     check_pictures(prompts, max_images_of(model.folder, options.serving))
     most = most_tokens(config, options, model)
     room = most - options.max_completion_length

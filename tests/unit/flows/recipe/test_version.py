@@ -36,6 +36,7 @@ CURATION = {"kind": "curate", "datasets": ["problems"], "exact_duplicates": True
 GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"dataset": "problems"}, "num_samples": 2}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
+REASONING_GYM = {"reasoning_gym": "chain_sum", "options": {"max_terms": 2}}
 EPISODES = {"environment": {"tools": ["calculator"]}, "rewards": {"right": {"type": "exact_match"}}}
 RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
@@ -93,6 +94,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "loss_type": "cispo", "epsilon_high": 5.0}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"tools": ["calculator"]}}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"python": "game.py"}}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": REASONING_GYM}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},

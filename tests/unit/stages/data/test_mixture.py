@@ -229,7 +229,6 @@ def test_warnings_say_of_which_dataset_they_are(prepared):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "names no data"),
         ({"dataset": "a", "datasets": [{"dataset": "b"}]}, "has `dataset: a` and `datasets`"),
         ({"datasets": [{"dataset": "a"}, {"dataset": "a", "split": "train"}]}, "same split of the same dataset twice"),
         ({"datasets": [{"dataset": "a", "weight": 0}]}, "greater than 0"),

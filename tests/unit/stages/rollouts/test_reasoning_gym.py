@@ -1,0 +1,160 @@
+"""Reasoning Gym's tasks as environments: the package's own scores, made and judged in its own process."""
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from stages.core.errors import DataError
+from stages.data.files import Portion, Row, RowLocation
+from stages.data.messages import RowError
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.rollouts.environments.environment import Action, Environment, shared_seeds
+from stages.rollouts.environments.reasoning_gym import ReasoningGymEnvironment, find_package
+from stages.rollouts.environments.registry import AnyEnvironment
+from tests.train_stage import make_config
+
+TASKS: dict[str, dict[str, Any]] = {
+    "basic_arithmetic": {},
+    "chain_sum": {"max_terms": 3},
+    "countdown": {},
+    "letter_counting": {},
+    "spell_backward": {},
+}
+NUM_EACH, SEED = 40, 7
+ORACLE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import reasoning_gym
+found = {}
+for task, (options, texts) in json.load(sys.stdin).items():
+    rows = reasoning_gym.create_dataset(task, seed=7, size=len(texts), **options)
+    found[task] = [[row["question"], row["answer"], rows.score_answer(text, row)] for row, text in zip(rows, texts)]
+print(json.dumps(found))
+"""
+
+
+def environment(task: str = "chain_sum", **fields: Any) -> ReasoningGymEnvironment:
+    return TypeAdapter(AnyEnvironment).validate_python({"reasoning_gym": task, **fields})
+
+
+def score(made: Environment, row: dict[str, Any], text: str) -> float:
+    made.reset(row, 0)
+    step = made.step(Action(text))
+    assert step.done and not step.messages
+    return step.reward
+
+
+def check_scores(tasks: dict[str, dict[str, Any]]) -> None:
+    """Compare rows and rewards of `NUM_EACH` items of each task with those of the package, asked by itself."""
+    drawn, asked = {}, {}
+    for task, options in tasks.items():
+        config = environment(task, options=options, seed=SEED, size=NUM_EACH)
+        rows = list(config.rows())
+        # right, wrong, another row's, in words, and empty
+        texts = [
+            [row["answer"], f"{row['answer']}1", rows[number - 1]["answer"], f"It is {row['answer']}.", ""][number % 5]
+            for number, row in enumerate(rows)
+        ]
+        with config.opened() as make:
+            made = make()
+            drawn[task] = [
+                [row["question"], row["answer"], score(made, row, f" {text}\n")]
+                for row, text in zip(rows, texts, strict=True)
+            ]
+            other = {**rows[0], "question": f"{rows[0]['question']} Really?"}
+            with pytest.raises(DataError, match=f"makes another question at index 0 of the task {task} with seed 7"):
+                score(made, other, "2")
+        asked[task] = [options, texts]
+    python, _ = find_package()
+    oracle = subprocess.run([python, "-c", ORACLE], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    assert drawn == json.loads(oracle.stdout)
+    scores = [one for rows in drawn.values() for _, _, one in rows]
+    assert len(scores) == NUM_EACH * len(tasks) and 0.0 in scores and 1.0 in scores
+
+
+def test_rewards_are_the_scores_that_the_package_itself_gives() -> None:
+    check_scores({"chain_sum": TASKS["chain_sum"]})
+
+
+@pytest.mark.nightly
+def test_rewards_of_several_tasks_are_the_package_s_scores() -> None:
+    """200 items; `make test` has 40 of one task, by the test above."""
+    check_scores(TASKS)
+
+
+def test_each_row_has_a_seed_of_its_own_and_says_how_it_is_made() -> None:
+    first = environment(options=TASKS["chain_sum"], size=NUM_EACH, seed=SEED)
+    later = environment(options=TASKS["chain_sum"], size=10, seed=SEED + 30)
+    rows = list(first.rows())
+    assert [row["question"] for row in rows[30:]] == [row["question"] for row in later.rows()]
+    first.check_row(rows[0])
+    made_from = rows[0]["reasoning_gym"]
+    for other in (None, {}, {**made_from, "task": "countdown"}, {**made_from, "index": 40}, {**made_from, "seed": "7"}):
+        with pytest.raises(RowError, match="is no row of the task chain_sum"):
+            first.check_row({**rows[0], "reasoning_gym": other})
+
+
+def test_an_evaluation_of_what_is_learned_is_refused() -> None:
+    def asked(seed: int, **fields: Any) -> EvaluateConfig:
+        made = {"reasoning_gym": "chain_sum", "size": 10, "seed": seed, **fields}
+        tree = {"kind": "evaluate", "model": "sft", "harness": "environment", "tasks": ["sums"]}
+        return EvaluateConfig.model_validate({**tree, "episodes": {"environment": made}})
+
+    learned = {
+        "grpo": make_config(
+            "grpo",
+            data={"evaluation_fraction": 0.1, "sequence_length": 64},
+            global_batch_size=8,
+            grpo={"environment": {"reasoning_gym": "chain_sum", "size": 100, "seed": 5}},
+        )
+    }
+    (problem,) = shared_seeds(asked(100), learned)
+    assert problem.startswith("seed: chain_sum 100 to 109 are rows of grpo as well, which has chain_sum 5 to 104")
+    assert "seed: 105" in problem
+    assert not [*shared_seeds(asked(105), learned)]
+    assert not [*shared_seeds(asked(5, reasoning_gym="countdown"), learned)]
+
+
+@pytest.mark.parametrize("environment", [None, {"tools": ["calculator"]}])
+def test_without_a_dataset_rows_come_from_an_environment_that_makes_them(environment: dict[str, Any] | None) -> None:
+    options = {"rewards": {"right": {"type": "exact_match"}}, "environment": environment}
+    with pytest.raises(ValidationError, match="`data` names no data; say `dataset: STAGE`"):
+        make_config("grpo", data={"sequence_length": 64}, global_batch_size=8, grpo=options)
+
+
+def test_equal_questions_are_held_out_together() -> None:
+    made = [{"question": str(number % 10), "reasoning_gym": {"index": number}} for number in range(200)]
+    rows = [Row(RowLocation("made", number), row) for number, row in enumerate(made)]
+    training, held_out = (
+        {row.content["question"] for row in Portion(name, "train", 0.5).select(rows, "question")}
+        for name in ("training", "evaluation")
+    )
+    assert training and held_out and not training & held_out
+
+
+def check_refusal(task: str, options: dict[str, Any], message: str) -> None:
+    ((field, problem),) = environment(task, options=options).problems()
+    assert field == "reasoning_gym"
+    assert re.search(message, problem) and "\n" not in problem
+
+
+def test_an_unknown_task_is_refused_with_those_near_to_it() -> None:
+    check_refusal("chain_sums", {}, r"^Reasoning Gym has no task 'chain_sums'; near are chain_sum, .* \(10\d in all\)$")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("chain_sum", {"max_term": 2}, "has no option 'max_term' of the task chain_sum; near are max_terms"),
+        ("chain_sum", {"max_terms": 0}, r'refuses the options \{"max_terms": 0\} of the task chain_sum'),
+        ("composite", {}, "has the task composite, which mixes others"),
+    ],
+)
+def test_options_that_a_task_does_not_take_are_refused(task: str, options: dict[str, Any], message: str) -> None:
+    """`make test` covers such a refusal by the test above."""
+    check_refusal(task, options, message)
