@@ -109,7 +109,10 @@ def test_an_evaluation_of_what_is_learned_is_refused() -> None:
             "grpo",
             data={"evaluation_fraction": 0.1, "sequence_length": 64},
             global_batch_size=8,
-            grpo={"environment": {"reasoning_gym": "chain_sum", "size": 100, "seed": 5}},
+            grpo={
+                "max_completion_length": 8,
+                "environment": {"reasoning_gym": "chain_sum", "size": 100, "seed": 5},
+            },
         )
     }
     (problem,) = shared_seeds(asked(100), learned)
