@@ -115,7 +115,7 @@ def _chosen_rows(folder: Path | None, options: PromptOptions) -> tuple[str, Iter
     environment = options.environment
     assert environment and environment.makes_rows, "the recipe's check has asked for a dataset"
     made = (Row(RowLocation(MADE, number, "row"), row) for number, row in enumerate(environment.rows(), 1))
-    return MADE, options.portion.select(made, "question")
+    return MADE, options.portion.select(made, "prompt")
 
 
 def prompt_media(folder: Path | None, split: str, model_folder: Path) -> MediaFolder | None:

@@ -137,7 +137,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
     def question(self, row: Mapping[str, Any], text: str) -> dict[str, Any]:
         """Return the question for the score of a text as the answer to a row."""
         made_from = row[MADE_FROM]
-        scored = [made_from["index"], row["question"], text, self.answer_tag]
+        scored = [made_from["index"], row["prompt"], text, self.answer_tag]
         return {"of": self._made(made_from["seed"], made_from["size"]), "score": scored}
 
     def _made(self, seed: int, size: int) -> Made:
@@ -215,7 +215,7 @@ def _problem(python: Path, version: str, made: Made, memory_gib: float, timeout_
 
 @functools.lru_cache(maxsize=4)  # those to train on and those that are held out are chosen from the same rows
 def _rows(python: Path, version: str, made: Made, memory_gib: float, timeout_s: float) -> tuple[dict[str, Any], ...]:
-    """Return a task's rows, with `question` and `answer`."""
+    """Return a task's rows, with `prompt` and `answer`."""
     size, rows = made[-1], []
     with _program(python, memory_gib, timeout_s) as program:
         for begin in range(0, size, ROWS_AT_ONCE):

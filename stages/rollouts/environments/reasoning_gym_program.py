@@ -97,7 +97,7 @@ def _shown(row: dict[str, Any], index: int) -> dict[str, str]:
     question, answer = str(row["question"]), str(row["answer"])
     if max(len(question), len(answer)) > MOST_CHARACTERS:
         raise RefusedError(f"makes a row of more than {MOST_CHARACTERS} characters at index {index}")
-    return {"question": question, "answer": answer}
+    return {"prompt": question, "answer": answer}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 from stages.core.errors import DataError
 from stages.data.files import Portion, Row, RowLocation
 from stages.data.messages import RowError
+from stages.data.tokenizer import DocumentTokenizer
+from stages.hubs.builtin import qwen3_tools
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.rollouts.environments.environment import Action, Environment, shared_seeds
-from stages.rollouts.environments.reasoning_gym import ReasoningGymEnvironment, find_package
+from stages.rollouts.environments.episodes import TurnReader
+from stages.rollouts.environments.reasoning_gym import MADE_FROM, ReasoningGymEnvironment, find_package
 from stages.rollouts.environments.registry import AnyEnvironment
+from stages.rollouts.options import PromptOptions
+from stages.rollouts.prompts import read_prompts
 from tests.train_stage import make_config
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -62,10 +68,10 @@ def check_scores(tasks: dict[str, dict[str, Any]]) -> None:
         with config.opened() as make:
             made = make()
             drawn[task] = [
-                [row["question"], row["answer"], score(made, row, f" {text}\n")]
+                [row["prompt"], row["answer"], score(made, row, f" {text}\n")]
                 for row, text in zip(rows, texts, strict=True)
             ]
-            other = {**rows[0], "question": f"{rows[0]['question']} Really?"}
+            other = {**rows[0], "prompt": f"{rows[0]['prompt']} Really?"}
             with pytest.raises(DataError, match=f"makes another question at index 0 of the task {task} with seed 7"):
                 score(made, other, "2")
         asked[task] = [options, texts]
@@ -90,7 +96,7 @@ def test_each_row_has_a_seed_of_its_own_and_says_how_it_is_made() -> None:
     first = environment(options=TASKS["chain_sum"], size=NUM_EACH, seed=SEED)
     later = environment(options=TASKS["chain_sum"], size=10, seed=SEED + 30)
     rows = list(first.rows())
-    assert [row["question"] for row in rows[30:]] == [row["question"] for row in later.rows()]
+    assert [row["prompt"] for row in rows[30:]] == [row["prompt"] for row in later.rows()]
     first.check_row(rows[0])
     made_from = rows[0]["reasoning_gym"]
     for other in (None, {}, {**made_from, "task": "countdown"}, {**made_from, "index": 40}, {**made_from, "seed": "7"}):
@@ -130,10 +136,10 @@ def test_without_a_dataset_rows_come_from_an_environment_that_makes_them(environ
 
 
 def test_equal_questions_are_held_out_together() -> None:
-    made = [{"question": str(number % 10), "reasoning_gym": {"index": number}} for number in range(200)]
+    made = [{"prompt": str(number % 10), "reasoning_gym": {"index": number}} for number in range(200)]
     rows = [Row(RowLocation("made", number), row) for number, row in enumerate(made)]
     training, held_out = (
-        {row.content["question"] for row in Portion(name, "train", 0.5).select(rows, "question")}
+        {row.content["prompt"] for row in Portion(name, "train", 0.5).select(rows, "prompt")}
         for name in ("training", "evaluation")
     )
     assert training and held_out and not training & held_out
@@ -161,3 +167,22 @@ def test_an_unknown_task_is_refused_with_those_near_to_it() -> None:
 def test_options_that_a_task_does_not_take_are_refused(task: str, options: dict[str, Any], message: str) -> None:
     """`make test` covers such a refusal by the test above."""
     check_refusal(task, options, message)
+
+
+@pytest.mark.parametrize("fraction", [None, 0.25])
+def test_rows_are_prompts_with_their_answers(tmp_path: Path, fraction: float | None) -> None:
+    qwen3_tools.make_tokenizer().save_pretrained(tmp_path)
+    made = environment(options=TASKS["chain_sum"], size=NUM_EACH, seed=SEED)
+    asked = {}
+    for name in ("training", "evaluation") if fraction else ("training",):
+        portion = Portion(name, "train", fraction)
+        options = PromptOptions(portion, None, None, "reference", None, None, {}, environment=made)
+        asked[name] = read_prompts(None, options, tmp_path)
+        TurnReader.proved(DocumentTokenizer(tmp_path, None, "assistant"), [2], made, asked[name][0].episode(0).prompt)
+    rows = sorted((one.prompt.row for part in asked.values() for one in part), key=lambda row: row[MADE_FROM]["index"])
+    assert rows == list(made.rows()), "each row is in one part"
+    for one in (one for part in asked.values() for one in part):
+        assert one.prompt.reference == one.prompt.row["answer"] and one.prompt.row["prompt"] in one.text
+    if fraction:
+        of_training, of_evaluation = ({one.prompt.row["prompt"] for one in part} for part in asked.values())
+        assert of_evaluation and not of_training & of_evaluation
