@@ -19,7 +19,14 @@ from stages.core.redaction import shortened
 from stages.core.shipped import install_command
 from stages.data.messages import RowError
 from stages.rewards import code_program
-from stages.rollouts.environments.environment import Action, EnvironmentConfig, MakeEnvironment, SeedRange, Step
+from stages.rollouts.environments.environment import (
+    Action,
+    Environment,
+    EnvironmentConfig,
+    MakeEnvironment,
+    SeedRange,
+    Step,
+)
 from stages.serving.interpreter import find_interpreter
 
 PACKAGE = "reasoning-gym"
@@ -160,7 +167,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
         return float(score) if math.isfinite(score) else None
 
 
-class ReasoningGymEpisode:
+class ReasoningGymEpisode(Environment):
     """Episode of one turn, which is the answer to the row's question."""
 
     def __init__(self, config: ReasoningGymEnvironment, score: Callable[[dict[str, Any]], float | None]) -> None:
