@@ -3,11 +3,14 @@
 import json
 import re
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from transformers import AutoTokenizer
 
 from stages.core.errors import DataError
 from stages.data.files import Portion, Row, RowLocation
@@ -16,11 +19,11 @@ from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.rollouts.environments.environment import Action, Environment, shared_seeds
-from stages.rollouts.environments.episodes import TurnReader
+from stages.rollouts.environments.episodes import Episodes, TurnReader
 from stages.rollouts.environments.reasoning_gym import MADE_FROM, ReasoningGymEnvironment, find_package
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.options import PromptOptions
-from stages.rollouts.prompts import read_prompts
+from stages.rollouts.prompts import RenderedPrompt, read_prompts
 from tests.train_stage import make_config
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -178,7 +181,6 @@ def test_rows_are_prompts_with_their_answers(tmp_path: Path, fraction: float | N
         portion = Portion(name, "train", fraction)
         options = PromptOptions(portion, None, None, "reference", None, None, {}, environment=made)
         asked[name] = read_prompts(None, options, tmp_path)
-        TurnReader.proved(DocumentTokenizer(tmp_path, None, "assistant"), [2], made, asked[name][0].episode(0).prompt)
     rows = sorted((one.prompt.row for part in asked.values() for one in part), key=lambda row: row[MADE_FROM]["index"])
     assert rows == list(made.rows()), "each row is in one part"
     for one in (one for part in asked.values() for one in part):
@@ -186,3 +188,39 @@ def test_rows_are_prompts_with_their_answers(tmp_path: Path, fraction: float | N
     if fraction:
         of_training, of_evaluation = ({one.prompt.row["prompt"] for one in part} for part in asked.values())
         assert of_evaluation and not of_training & of_evaluation
+    check_episodes(made, tmp_path, asked["training"][:3])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Turn as a server samples one."""
+
+    token_ids: list[int]
+    text: str
+    truncated: bool
+
+    @property
+    def log_probabilities(self) -> list[float]:
+        return [-0.5] * len(self.token_ids)
+
+
+def check_episodes(made: ReasoningGymEnvironment, folder: Path, prompts: Sequence[RenderedPrompt]) -> None:
+    """Play a right, a wrong and a cut answer, which are episodes of one turn."""
+    tokenizer = DocumentTokenizer(folder, None, "assistant")
+    encode = AutoTokenizer.from_pretrained(folder).encode
+    reader = TurnReader.proved(tokenizer, encode("<|im_end|>"), made, prompts[0].episode(0).prompt)
+
+    def sample(_: object) -> list[Turn]:
+        right, wrong, cut = (str(one.prompt.reference) for one in prompts)
+        return [
+            Turn(encode(f"{right}<|im_end|>"), right, truncated=False),
+            Turn(encode(f"{wrong}1<|im_end|>"), f"{wrong}1", truncated=False),
+            Turn(encode(cut), cut, truncated=True),
+        ]
+
+    with made.opened() as make:
+        episodes = Episodes(made, make, reader, 128, 8, lambda seed, turn: seed + turn)
+        played = episodes.play([one.episode(0) for one in prompts], sample)
+    assert [one.end for one in played] == ["done", "done", "tokens"]
+    assert played[0].reward == 1.0 and played[1].reward < 1.0 and played[2].reward == 0.0
+    assert all(one.num_turns == 1 and len(one.segments) == 1 for one in played)
