@@ -21,6 +21,7 @@ stages:
       num_generations: 4
       max_completion_length: 8
       environment: {reasoning_gym: chain_sum, options: {max_terms: 2, max_digits: 1}, size: 40}
+      rewards: {like: {type: regex, pattern: "e"}}    # what an untrained model can learn
       serving: {enforce_eager: true, kv_cache_memory_gib: 0.0625}
     steps: 2
     global_batch_size: 32
@@ -61,7 +62,7 @@ def test_rows_that_a_task_makes_are_learned_answered_and_asked(tmp_path):
         assert set(states(first).values()) == {"built"}, json.dumps(first)[-3000:]
         metrics = {name: stage["metrics"] for name, stage in first["stages"].items()}
         assert 0 <= metrics["grpo"]["reward_environment"] <= 1
-        assert "eval_reward_environment" in metrics["grpo"], metrics["grpo"].keys()
+        assert metrics["grpo"]["num_held_out_prompts"] > 0 and "evaluation_reward_environment" in metrics["grpo"]
         assert metrics["evaluate"]["sums.environment"] <= 1
         folder = next((home.folder / "store" / "train").glob(f"grpo-{first['stages']['grpo']['version']}"))
         assert [parquet.read_table(file).num_rows for file in round_files(folder).values()] == [32, 32]
