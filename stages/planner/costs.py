@@ -69,12 +69,16 @@ class StepCase:
     def trained(self, stage: PipelineStage) -> RankParameters:
         joins_layers = self.engine.joins_layers
         layout = self.layout.model_copy(update={"etp": self.engine.expert_split(self.layout)})
+        apart = frozen_parts(self.shape, self.workload)
+        if apart.text:  # towers and projector alone learn, which no degree splits
+            layout = layout.model_copy(update={"tp": 1, "ep": 1, "etp": 1})
         learning = learning_parameters(self.shape, joins_layers, layout, self.workload.adapter, stage)
+        if apart.text:
+            return RankParameters(learning.total - apart.total, 0.0)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
         # Routers count among the dense parameters, and only mixture layers have one.
         frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
-        frozen += frozen_parts(self.shape, self.workload).total
-        return replace(learning, dense=learning.dense - frozen)
+        return replace(learning, dense=learning.dense - frozen - apart.total)
 
 
 @dataclass(frozen=True)

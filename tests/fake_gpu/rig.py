@@ -315,6 +315,10 @@ few."""
 PICTURES = {
     "full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, media=6),
     "tower alone": Case("llava-7b", {"dp_shard": 8}, media=6, options={"freeze": ["language_model"]}),
+    "matrices, full": Case("llava-7b", {"dp_shard": 4, "tp": 2, "recompute": "full"}, media=6),
+    "matrices, tower alone": Case(
+        "llava-7b", {"dp_shard": 2, "tp": 4}, media=6, options={"freeze": ["language_model"]}
+    ),
     "frozen tower": Case("llava-7b", {}, media=6, options={"freeze": ["vision_tower"]}),
 }
 """Training steps on rows with pictures."""

@@ -279,8 +279,7 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
     Left out are those that span nodes, and `cp` that does not divide the attention heads of a process.
     """
     shape, workload = request.shape, request.workload
-    # Of models that see, the rig has found no good prediction where their matrices are split.
-    most = 1 if workload.media else min(request.num_gpus, request.hardware.gpus_per_node)
+    most = min(request.num_gpus, request.hardware.gpus_per_node)
     heads = {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
     most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK)
     for tp in _powers_of_two(most):
@@ -292,7 +291,7 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
 def _spreads(request: SearchRequest, num_ranks: int, tp: int) -> Iterator[int]:
     """Yield the degrees worth searching by which experts are spread over ranks of a node, 1 first."""
     most = min(num_ranks, request.hardware.gpus_per_node // tp)
-    for ep in _powers_of_two(most if request.shape.num_experts and not request.workload.media else 1):
+    for ep in _powers_of_two(most if request.shape.num_experts else 1):
         if num_ranks % ep == 0:
             yield ep
 

@@ -160,6 +160,12 @@ def test_rows_with_pictures_take_the_towers_time_and_memory():
     cheaper = estimate(frozen, "fsdp", Layout(dp_shard=8, accumulate="sharded"))
     assert cheaper.time.parts.tower < 0.4 * found.time.parts.tower
     assert cheaper.memory.peak_gib < found.memory.peak_gib
+    # Matrices of text may be split, and towers stay whole; documents with media are not shared.
+    layouts = [layout for _, layout in legal_layouts(seeing)]
+    assert {layout.tp for layout in layouts} == {1, 2, 4} and {layout.cp for layout in layouts} == {1}
+    alone = replace(seeing, workload=replace(seeing.workload, frozen=("language_model",)))
+    learning = [estimate(alone, "fsdp", Layout(dp_shard=8 // tp, tp=tp)).memory.worst.optimizer for tp in (1, 2, 4)]
+    assert learning == pytest.approx([learning[0] * tp for tp in (1, 2, 4)])
     # The other engine builds the text part alone.
     assert {engine for engine, _ in legal_layouts(seeing)} == {"fsdp"} < {engine for engine, _ in legal_layouts(text)}
 
