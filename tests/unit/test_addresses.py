@@ -39,6 +39,7 @@ COMMAND_LINES = {
     "stages.parallel.ranks": "launchers, in Slurm jobs that are queued too",
     "stages.rollouts.environments.agent_program": "asked to run a person's agent program",
     "stages.rollouts.environments.python_program": "asked to run a person's environment",
+    "stages.rollouts.environments.reasoning_gym_program": "asked for a task's rows and scores",
     "stages.rewards.code_program": "asked to run code",
     "stages.rewards.json_schema_program": "asked about JSON",
     "stages.rewards.math_program": "asked about formulas",
@@ -63,7 +64,7 @@ SETTINGS = {
     ),
     *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
     *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_LOG", "LIFECYCLE_MLFLOW", "LIFECYCLE_TRACKERS"),
-    *("LIFECYCLE_VLLM", "LIFECYCLE_PROXY_KEY_FILE"),
+    *("LIFECYCLE_VLLM", "LIFECYCLE_PROXY_KEY_FILE", "LIFECYCLE_REASONING_GYM"),
 }
 """Environment variables that people and processes of earlier versions set, so that they must keep their names."""
 STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")

@@ -117,9 +117,9 @@ class ReasoningGymEnvironment(EnvironmentConfig):
     def check_row(self, row: Mapping[str, Any]) -> None:
         made_from = row.get(MADE_FROM)
         made_from = made_from if isinstance(made_from, dict) else {}
-        numbers = [made_from.get(name) for name in ("index", "size", "seed")]
-        is_made = made_from.get("task") == self.reasoning_gym and all(type(number) is int for number in numbers)
-        if not is_made or not _is_within(*numbers):
+        given = [made_from.get(name) for name in ("index", "size", "seed")]
+        numbers = [number for number in given if type(number) is int]
+        if made_from.get("task") != self.reasoning_gym or len(numbers) < len(given) or not _is_within(*numbers):
             raise RowError(
                 f"is no row of the task {self.reasoning_gym}, which says in `{MADE_FROM}` how it is made; take rows of "
                 "this environment, or leave `dataset` out"
