@@ -24,7 +24,7 @@ from stages.rewards import code_program
 MOST_CHARACTERS = 1 << 16
 """Largest length of a row's question or answer."""
 NUM_NEAR = 4
-NOT_OFFERED = {"composite": "which mixes others; give several environments with weights (`environments`)"}
+NOT_OFFERED = {"composite": "which mixes others; name one of those"}
 """Tasks that are refused, with the reason."""
 
 
