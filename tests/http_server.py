@@ -1,10 +1,12 @@
 """HTTP server on the loopback interface, for tests that need a real one."""
 
+import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class LoopbackServer(ThreadingHTTPServer):
@@ -26,3 +28,23 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def answering(answer: Callable[[Any], Any]) -> Iterator[str]:
+    """Serve answers to questions that are posted, both JSON, on a free port; yield the server's URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = json.dumps(answer(question)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as url:
+        yield url

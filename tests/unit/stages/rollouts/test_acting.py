@@ -11,7 +11,6 @@ import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from stages.rollouts.asking import seed_of
 from stages.rollouts.prompts import read_prompts
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
-from tests.http_server import serving
+from tests.http_server import answering
 
 NUM_QUESTIONS, NUM_SAMPLES = 5, 4
 TOOLS = {"tools": ["calculator"], "max_turns": 3}
@@ -87,20 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
     state = Server(folder)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps(state.answer(body)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Handler) as url:
+    with answering(state.answer) as url:
         state.served = ServedModel(Client(url, "key", "sft"), folder, 256, False)  # type: ignore[attr-defined]
         yield state
 

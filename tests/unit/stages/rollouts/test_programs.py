@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.prompts import read_prompts
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
-from tests.http_server import serving
+from tests.http_server import answering
 
 QUESTION = "What is 12 * 34?"
 TOOLS = json.dumps([DEFINITION])
@@ -120,21 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
     state = Server(folder)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            content = json.dumps(
-                state.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            ).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Handler) as url:
+    with answering(state.answer) as url:
         state.served = ServedModel(Client(url, "key", "sft"), folder, 400, False)  # type: ignore[attr-defined]
         yield state
 

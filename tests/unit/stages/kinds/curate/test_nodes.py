@@ -20,17 +20,9 @@ from stages.kinds.curate.judging import DroppedRow, KeptRow
 from stages.kinds.curate.run import KEEP_EVERY
 from stages.kinds.curate.spool import SourcePlace
 from tests.planted_rows import planted_duplicates
+from tests.unit.stages.kinds.curate.test_resumed import STEPS, written
 
-NUM_ROWS = 5000
-STEPS = {
-    "patterns": {"exclude": ["w77 "]},
-    "redact": ["email"],
-    "exact_duplicates": True,
-    "near_duplicates": {},
-    "held_out": {"fraction": 0.1},
-    "on_bad_rows": "drop",
-    "max_bad_row_fraction": 0.5,
-}
+NUM_ROWS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def datasets(tmp_path_factory):
     rows = [json.dumps({"text": f"{texts[number % 500]} {number // 500}"}) for number in range(NUM_ROWS)]
     rows[70], rows[140] = '{"text": 5, "why": "\\ud83d"}', "no JSON"
     rows[700] = json.dumps({"text": "Write to me@example.com about the seven seas — or the eighth."})
-    for name, own in (("first", rows[:3010]), ("second", rows[3010:])):
+    for name, own in (("first", rows[:1310]), ("second", rows[1310:])):
         (folder / name / "data").mkdir(parents=True)
         (folder / name / "data" / "train.jsonl").write_text("\n".join(own) + "\n")
     return folder
@@ -55,26 +47,9 @@ def begun(work, datasets, processes, **steps):
         name="clean", kind="curate", version="0" * 12, config=config, inputs=inputs, cache=work / "cache"
     )
     (work / "config.json").write_text(stage.model_dump_json())
-    command = [
-        sys.executable,
-        "-m",
-        "stages.parallel.ranks",
-        f"--processes={processes}",
-        "--",
-        "-m",
-        "stages",
-        str(work),
-    ]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-
-
-def written(work):
-    left_out = ("events.jsonl", "config.json")
-    return {
-        path.name: path.read_bytes()
-        for path in [*work.glob("*.json*"), *(work / "data").iterdir()]
-        if path.name not in left_out
-    }
+    words = f"-m stages.parallel.ranks --processes={processes} -- -m stages {work}".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *words], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def written(work):
     return {
         path.name: path.read_bytes()
         for path in [*work.glob("*.json*"), *(work / "data").iterdir()]
-        if path.name != "events.jsonl"
+        if path.name not in ("config.json", "events.jsonl")
     }
 
 

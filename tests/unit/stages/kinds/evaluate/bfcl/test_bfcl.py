@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from stages.rollouts.acting import ServedTurn
 from stages.rollouts.environments.environment import Action, Call
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
-from tests.http_server import serving
+from tests.http_server import answering
 from tests.serving import run_to_the_end, write_work
 
 CONTEXT = 200_000
@@ -80,20 +79,7 @@ class Server:
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
     state = Server(folder)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps(state.answer(body)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Handler) as url:
+    with answering(state.answer) as url:
         state.served = ServedModel(Client(url, "key", "sft"), folder, CONTEXT, False)  # type: ignore[attr-defined]
         yield state
 
