@@ -92,7 +92,8 @@ def workspace_per_token(case: StepCase) -> float:
     """Return the temporary bytes per token of a layer's backward pass: recomputed activations, widest gradients."""
     # What the layer that runs backward holds for a moment beyond what every layer keeps.
     whole = kept_bytes_per_token(_without_recomputation(case))
-    kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
+    every = case.software.recomputed_share == 1.0
+    kept = kept_bytes_per_token(case if every else replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
     if case.engine.splits_by_plan and case.layout.tp > 1 and not case.layout.sequence_parallel:
         # Gradients of one input by two matrices, each as computed and as summed over processes, until they are added.

@@ -68,7 +68,9 @@ class StepCase:
 
     def trained(self, stage: PipelineStage) -> RankParameters:
         joins_layers = self.engine.joins_layers
-        layout = self.layout.model_copy(update={"etp": self.engine.expert_split(self.layout)})
+        layout, split = self.layout, self.engine.expert_split(self.layout)
+        if split != layout.etp:  # a search asks thousands of times, and a copy costs more than the rest
+            layout = layout.model_copy(update={"etp": split})
         apart = frozen_parts(self.shape, self.workload)
         if apart.text:  # towers and projector alone learn, which no degree splits
             layout = layout.model_copy(update={"tp": 1, "ep": 1, "etp": 1})
@@ -78,7 +80,8 @@ class StepCase:
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
         # Routers count among the dense parameters, and only mixture layers have one.
         frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
-        return replace(learning, dense=learning.dense - frozen - apart.total)
+        frozen += apart.total
+        return replace(learning, dense=learning.dense - frozen) if frozen else learning
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class EngineCosts(ABC):
     def program(self, layout: Layout, hardware: Hardware | None = None) -> ProgramTraits:
         """Return the program's behaviour under a layout; compiling layers fuses their elementwise operations."""
         compiled = {"fused_elementwise": True, "compiled_layers": True, "asks_python": False} if layout.compile else {}
-        software = replace(self.software, **compiled)
+        software = replace(self.software, **compiled) if compiled else self.software
         return hardware.habits(software) if hardware else software
 
     def expert_split(self, layout: Layout) -> int:

@@ -96,7 +96,7 @@ class Hardware:
     def habits(self, software: ProgramTraits) -> ProgramTraits:
         """Return a training program's behaviour (fused kernels, …) with this hardware's exceptions applied."""
         changes: dict[str, Any] = dict(self.software)
-        return replace(software, **changes)
+        return replace(software, **changes) if changes else software
 
     def peak_flops_per_s(self, precision: PlannedPrecision) -> float:
         """Return the peak FLOP/s of dense matrix products; without fp4 those of fp8, without fp8 of bf16."""
