@@ -66,10 +66,10 @@ def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
     """Send Prefect events for states of a flow run, as its server does itself, so that automations react to them.
 
-    A repeated event does no harm. Prefect holds a run's event back, for up to 15 minutes, until that of the state
-    before has come, if that is less than 5 minutes old, and with it the notification of how the run ended. It keeps
-    what came in memory: a restarted server waits for an event that came before. Raises what the client raises when the
-    server does not answer.
+    A repeated event does no harm. Prefect holds a run's event back (this project's server for a minute, others for 15)
+    until that of the state before has come, if that is less than 5 minutes old, and with it the notification of how the
+    run ended. It keeps what came in memory: a restarted server waits for an event that came before. Raises what the
+    client raises when the server does not answer.
     """
     flow = client.read_flow(flow_run.flow_id)
     # By these an automation knows which flow runs it is for.

@@ -283,6 +283,34 @@ def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(work
     assert worker_home.lifecycle("notify", "remove", "ping").returncode == 0
 
 
+@pytest.mark.nightly
+def test_a_ping_comes_though_prefect_never_hears_that_the_refresh_was_running(worker_home, receiver, monkeypatch):
+    """A ping comes within two minutes of an end whose prior event was lost on the way, not after Prefect's 15.
+
+    `make test`: an event that waits, in the ordering of Prefect's server alone.
+    """
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    assert worker_home.lifecycle("notify", "add", "ping", "--url-from", VARIABLE).returncode == 0
+    worker_home.schedule(worker_home.write("lossy", {"rows": stage("ok", "lossy")}))
+    run = worker_home.planned("lossy")[0]
+    of_flow = {"prefect.resource.role": "flow", "prefect.resource.name": "refresh"}
+    event = {
+        "id": str(uuid4()),
+        "follows": str(uuid4()),
+        "occurred": datetime.now(UTC).isoformat(),
+        "event": "prefect.flow-run.Completed",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run['id']}", "prefect.state-name": "Completed"},
+        "related": [{"prefect.resource.id": f"prefect.flow.{run['flow_id']}", **of_flow}],
+    }
+    began_s = time.monotonic()
+    worker_home.prefect("events", [event])
+    eventually(lambda: received)
+    assert 50 < time.monotonic() - began_s < 150
+    assert worker_home.lifecycle("schedules", "remove", "lossy").returncode == 0
+    assert worker_home.lifecycle("notify", "remove", "ping").returncode == 0
+
+
 @pytest.fixture
 def post_office():
     """Provide the port of a mail server that requires a password, and the letters received, each with its login."""

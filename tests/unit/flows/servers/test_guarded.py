@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import socket
+from datetime import UTC, datetime, timedelta
+from uuid import uuid4
 
 import pytest
 import uvicorn
@@ -162,3 +164,32 @@ def test_pages_may_ask_their_own_server_alone(served):
         assert set(sources) == {*own, "data:", "blob:"}
 
     served(trial)
+
+
+def test_an_event_waits_a_minute_at_most_for_one_that_never_comes(monkeypatch):
+    from prefect.server.events.ordering import memory
+    from prefect.server.events.schemas.events import ReceivedEvent
+
+    monkeypatch.setattr(memory, "PRECEDING_EVENT_LOOKBACK", memory.PRECEDING_EVENT_LOOKBACK)  # given back at the end
+    guarded.release_events_soon()
+    ordering = memory.CausalOrdering("an event that never comes")
+    now = datetime.now(UTC)
+
+    async def hold(seconds):
+        event = ReceivedEvent(
+            id=uuid4(),
+            follows=uuid4(),
+            event="prefect.flow-run.Completed",
+            occurred=now,
+            received=now - timedelta(seconds=seconds),
+            resource={"prefect.resource.id": "prefect.flow-run.1"},
+        )
+        await ordering.record_follower(event)
+        return event.id
+
+    async def released():
+        late, _ = await hold(61), await hold(50)
+        return late, [event.id for event in await ordering.get_lost_followers()]
+
+    late, found = asyncio.run(released())
+    assert found == [late]
