@@ -90,10 +90,7 @@ def head_inputs_per_token(case: StepCase) -> float:
 
 def workspace_per_token(case: StepCase) -> float:
     """Return the temporary bytes per token of a layer's backward pass: recomputed activations, widest gradients."""
-    # What the layer that runs backward holds for a moment beyond what every layer keeps.
-    whole = kept_bytes_per_token(_without_recomputation(case))
-    every = case.software.recomputed_share == 1.0
-    kept = kept_bytes_per_token(case if every else replace(case, software=replace(case.software, recomputed_share=1.0)))
+    beyond = _recomputed_bytes_per_token(case) if case.layout.recomputes else 0.0
     gathered = 2 * case.shape.hidden_size
     if case.engine.splits_by_plan and case.layout.tp > 1 and not case.layout.sequence_parallel:
         # Gradients of one input by two matrices, each as computed and as summed over processes, until they are added.
@@ -104,7 +101,14 @@ def workspace_per_token(case: StepCase) -> float:
         # A product of two tensors without weights, as of states and their inputs, has two gradients as large.
         for_a_moment = largest_for_a_moment(case.shape, size, case.layout.tp)
         widest = max(widest_products(case.shape, case.layout.tp), 2 * for_a_moment / size)
-    return max(0.0, whole - kept) + size * (gathered + widest)
+    return beyond + size * (gathered + widest)
+
+
+def _recomputed_bytes_per_token(case: StepCase) -> float:
+    """Return what the layer that runs backward holds for a moment beyond what every layer keeps."""
+    every = case.software.recomputed_share == 1.0
+    kept = kept_bytes_per_token(case if every else replace(case, software=replace(case.software, recomputed_share=1.0)))
+    return max(0.0, kept_bytes_per_token(_without_recomputation(case)) - kept)
 
 
 def _norm_bytes(case: StepCase) -> int:
@@ -120,8 +124,6 @@ def _norm_bytes(case: StepCase) -> int:
 
 def _without_recomputation(case: StepCase) -> StepCase:
     """Return the same training step with activation recomputation switched off."""
-    if not case.layout.recomputes:
-        return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
 
 

@@ -6,6 +6,7 @@ frozen: it has neither gradients nor optimizer state, and is stored as `adapter.
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
@@ -22,7 +23,7 @@ from stages.planner.costs import Moment, StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.towers import media_bytes
+from stages.planner.towers import MediaBytes, media_bytes
 from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 GIB = 2**30
@@ -87,7 +88,7 @@ class MemoryEstimate:
     sampling: SamplingMemory | None = None
     """Memory while such a server samples; None without one."""
 
-    @property
+    @cached_property
     def worst(self) -> StageMemory:
         """Memory of the pipeline stage that uses most device memory."""
         return max(self.stages, key=lambda stage: stage.total)
@@ -126,7 +127,7 @@ def memory(
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
     efficiency = efficiency or Efficiency()
-    held = tuple(_stage(case, stage, efficiency, learns) for stage in chosen)
+    held = _stages(case, chosen, efficiency, learns)
     host_gib = max(host_bytes(case, stage) for stage in chosen) / GIB
     if server is None:
         return MemoryEstimate(held, host_gib)
@@ -154,16 +155,43 @@ def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     return stages[0], stages[1], stages[-1]
 
 
-def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns: bool) -> StageMemory:
-    """Return the memory of a pipeline stage's rank at the moment of a step at which it holds most."""
-    if case.workload.adapter is None:  # which knows layers by their place in the model
-        case = replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
-    layout = case.layout
+@dataclass(frozen=True)
+class _LayerBytes:
+    """Bytes that one layer, and the towers before all layers, hold of a micro-batch on one process rank."""
+
+    kept: float
+    workspace: float
+    media: MediaBytes
+
+
+def _layer(case: StepCase, learns: bool) -> _LayerBytes:
+    workspace = case.tokens * workspace_per_token(case) + weight_workspace(case.shape, case.workload)
+    media = media_bytes(case.shape, case.layout, case.workload, learns=learns)
+    return _LayerBytes(kept_by_layer(case), workspace + merged_experts_workspace(case), media)
+
+
+def _stages(
+    case: StepCase, stages: tuple[PipelineStage, ...], efficiency: Efficiency, learns: bool
+) -> tuple[StageMemory, ...]:
+    """Return the memory of each pipeline stage's rank at the moment of a step at which it holds most."""
+    layers: dict[ModelShape, _LayerBytes] = {}  # most stages have layers of the same shape
+    held = []
+    for stage in stages:
+        # An adapter knows layers by their place in the model.
+        shape = case.shape if case.workload.adapter else stage_shape(case.shape, stage, case.layout.vpp)
+        own = case if shape is case.shape else replace(case, shape=shape)
+        if shape not in layers:
+            layers[shape] = _layer(own, learns)
+        held.append(_stage(own, stage, layers[shape], efficiency, learns))
+    return tuple(held)
+
+
+def _stage(
+    case: StepCase, stage: PipelineStage, layer: _LayerBytes, efficiency: Efficiency, learns: bool
+) -> StageMemory:
+    layout, media = case.layout, layer.media
     weights, _, optimizer = case.engine.model_states(case, stage)
     layers = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
-    per_layer = kept_by_layer(case)
-    workspace = case.tokens * workspace_per_token(case) + weight_workspace(case.shape, case.workload)
-    workspace += merged_experts_workspace(case)
     logits = _head(case, learns) if stage.has_head else 0.0
     kept_logits = _kept_logits(case) if stage.has_head else 0.0
     # Under a pipeline: a hidden state and a gradient, each received and sent.
@@ -171,7 +199,6 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
     held_gib = efficiency.runtime_gib + sum(degree > 1 for degree in degrees) * efficiency.communicator_gib
     by_moment = []
-    media = media_bytes(case.shape, layout, case.workload, learns=learns)
     moments = case.engine.moments(case, stage)
     gradients, arriving = max(one.gradients for one in moments), max(one.arriving for one in moments)
     for moment in moments:
@@ -183,9 +210,9 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
         # By plan, what the head exchanges comes after its logits are gone.
         exchanges = moment.computes != "head" or not case.engine.splits_by_plan
         passing = (
-            per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
+            layer.kept * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
             + media.kept * (moment.computes not in ("embedding", "nothing")),
-            workspace * (moment.computes in (("layer",) if learns else ("embedding", "forward")))
+            layer.workspace * (moment.computes in (("layer",) if learns else ("embedding", "forward")))
             + media.workspace * sees,
             logits if moment.computes == "head" else kept_logits * (moment.computes not in ("embedding", "forward")),
             messages * exchanges + moment.buffers + moment.arriving,
@@ -195,8 +222,8 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
         # FSDP2 gathers and reduces in streams of their own, whose memory torch's allocator gives to no other.
         idle = gradients - moment.gradients + arriving - moment.arriving
         runtime = held_gib * GIB + efficiency.fragmentation * fragmented + efficiency.streams * idle
-        by_moment.append(StageMemory(*(part / GIB for part in (*states, *passing, runtime))))
-    return max(by_moment, key=lambda one: one.total)
+        by_moment.append((*states, *passing, runtime))
+    return StageMemory(*(part / GIB for part in max(by_moment, key=sum)))
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:

@@ -122,7 +122,7 @@ def step_time(
         tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
         mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
+        reference_pass_s=_forward_passes_s(case, workload.passes.before_training),
         compilation_s=compilation_per_step_s(workload) if layout.compile else 0.0,
     )
 
@@ -220,13 +220,15 @@ def _parts(case: TimedCase) -> TimeParts:
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
-    costs = {stage: _layer_cost(_staged(case, stage)) for stage in _ends(stages)}
+    whole = _layer_cost(case)
+    by_stage = {stage: _staged(case, stage) for stage in _ends(stages)}
+    costs = {stage: whole if staged is case else _layer_cost(staged) for stage, staged in by_stage.items()}
     # Seconds of one micro-batch in each stage; only one stage has the head.
     stage_s = {stage: stage.num_layers * cost.total_s + stage.has_head * _sum(head) for stage, cost in costs.items()}
     slowest = max(stage_s, key=lambda stage: stage_s[stage])
-    staged, cost = _staged(case, slowest), costs[slowest]
+    staged, cost = by_stage[slowest], costs[slowest]
     # The pipeline fills and drains through every stage, so the bubble goes by the mean stage, not by the slowest.
-    mean_s = (case.shape.num_layers * _layer_cost(case).total_s + _sum(head)) / layout.pp
+    mean_s = (case.shape.num_layers * whole.total_s + _sum(head)) / layout.pp
     compute_s = slowest.num_layers * _sum(cost.layer.both) + slowest.has_head * _sum(head)
     bubble_s = (layout.pp - 1) / layout.vpp * mean_s
     per_layer = micro_batches * slowest.num_layers
@@ -242,15 +244,14 @@ def _parts(case: TimedCase) -> TimeParts:
         data_parallel=case.engine.data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
         optimizer=_optimizer_s(staged, slowest),
         tower=micro_batches * _sum(_tower(case)),
-        method_passes=case.workload.passes.each_step * _forward_pass_s(case),
+        method_passes=_forward_passes_s(case, case.workload.passes.each_step),
     )
 
 
 def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
     """Return the step restricted to a stage's layers, or whole with an adapter, which selects layers by index."""
-    if case.workload.adapter is not None:
-        return case
-    return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
+    shape = case.shape if case.workload.adapter else stage_shape(case.shape, stage, case.layout.vpp)
+    return case if shape is case.shape else replace(case, shape=shape)
 
 
 def _layer_cost(case: TimedCase) -> _LayerCost:
@@ -260,15 +261,17 @@ def _layer_cost(case: TimedCase) -> _LayerCost:
     return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer), _offload_s(case, layer))
 
 
-def _forward_pass_s(case: TimedCase) -> float:
-    """Return the seconds of one forward pass without gradients over a step's rows, in pipelined micro-batches."""
+def _forward_passes_s(case: TimedCase, number: float) -> float:
+    """Return the seconds of forward passes without gradients over a step's rows, in pipelined micro-batches."""
+    if not number:
+        return 0.0
     layout, cost = case.layout, _layer_cost(case)
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
     layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
     model_s += _tower(case).forward_s
     # A stage takes model_s / pp; the last micro-batch leaves the pipeline pp - 1 such times after it entered.
-    return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
+    return number * (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
 
 def _tower(case: TimedCase) -> PassTimes:
