@@ -183,7 +183,8 @@ def blocks(path: str) -> Iterator[str]:
     yield path
     for name in [*own_fields(block(path)), *({"execution"} & block(path).model_fields.keys())]:
         annotation = block(path).model_fields[name].annotation
-        if models_in(annotation) and get_origin(annotation) is not dict:  # what names several has a table of its own
+        # what names several kinds has a table of its own
+        if (models := models_in(annotation)) and (get_origin(annotation) is not dict or len(models) == 1):
             yield from blocks(f"{path}.{name}")
 
 

@@ -29,6 +29,9 @@ OF_OTHERS = {
 }
 """Recipe field that corresponds to a field name of Transformers, TRL and similar libraries, for hints."""
 
+OF_GRPO = {"environments": "; only GRPO acts in several: say one `environment`, and write a stage for each"}
+"""Fields of GRPO alone that other kinds may be given, with what to do there."""
+
 
 def explain(error: ValidationError, stage: str, kind: type[BaseModel] | None) -> list[str]:
     """Return a sentence for each validation error of a stage's config, at most `MAX_PROBLEMS`.
@@ -110,6 +113,8 @@ def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
         return f"; did you mean `{' or '.join(elsewhere[:3])}`?"
+    if name in OF_GRPO:
+        return OF_GRPO[name]
     return closest(name, [field for one in _walked(model, location[:-1])[1] for field in one.model_fields])
 
 

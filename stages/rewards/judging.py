@@ -1,8 +1,9 @@
 """Scoring of completions by all rewards of a recipe, and their weighted sum."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
@@ -19,7 +20,10 @@ class Judgement:
     total: float
 
 
-Judge = Callable[[Sequence[Named]], list[Judgement]]
+class Judge(Protocol):
+    """Function that scores completions (protocol). by: names of the recipe's rewards that judge these; None: all."""
+
+    def __call__(self, completions: Sequence[Named], by: Collection[str] | None = None) -> list[Judgement]: ...
 
 
 @contextlib.contextmanager
@@ -32,9 +36,10 @@ def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[J
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(name, reward, context)) for name, reward in rewards.items()}
 
-        def judge(completions: Sequence[Named]) -> list[Judgement]:
-            by_reward = [_scored(name, rewards[name], scores, completions) for name, scores in opened.items()]
-            by_completion = [dict(zip(rewards, values, strict=True)) for values in zip(*by_reward, strict=True)]
+        def judge(completions: Sequence[Named], by: Collection[str] | None = None) -> list[Judgement]:
+            chosen = [name for name in opened if by is None or name in by]
+            by_reward = [_scored(name, rewards[name], opened[name], completions) for name in chosen]
+            by_completion = [dict(zip(chosen, values, strict=True)) for values in zip(*by_reward, strict=True)]
             return [
                 Judgement(values, sum(rewards[name].weight * value for name, value in values.items()))
                 # without rewards `zip` gives nothing, and each completion still needs a judgement

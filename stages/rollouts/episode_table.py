@@ -39,6 +39,7 @@ class EpisodeRow:
     row: place of its prompt in the dataset. prompt, prompt_ids: with what the environment showed first. reference: the
     right answer. step: optimizer step that first learned from it; None outside of training. sample: its number among
     the prompt's episodes. text: what rewards saw. num_tokens: sampled ones. total: weighted sum of the rewards.
+    environment: name of that of several in which it was played, which other rewards and metrics may have; else None.
     """
 
     row: str
@@ -56,6 +57,7 @@ class EpisodeRow:
     segments: Sequence[StoredSegment]
     rewards: Mapping[str, float]
     metrics: Mapping[str, float]
+    environment: str | None = None
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -65,12 +67,13 @@ class EpisodeRow:
 
 
 def write_episodes(path: Path, episodes: Sequence[EpisodeRow]) -> None:
-    """Write episodes, at least one, which have the same rewards and metrics, as a Parquet file."""
+    """Write episodes, at least one, as a Parquet file; rewards and metrics that one does not have are null."""
     import pyarrow  # 50 ms, which checks of recipes do without
     from pyarrow import parquet
 
     rows = [episode.columns for episode in episodes]
-    table = pyarrow.Table.from_pylist(rows, schema=_schema(list(rows[0])))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pyarrow.Table.from_pylist(rows, schema=_schema(names))
     parquet.write_table(table, path, compression="zstd")
 
 
@@ -84,7 +87,7 @@ def _schema(names: Sequence[str]) -> pyarrow.Schema:
         "log_probabilities": arrow.list_(arrow.float32()),
     }
     types = {
-        **dict.fromkeys(("row", "prompt", "reference", "text", "transcript", "end"), arrow.string()),
+        **dict.fromkeys(("row", "prompt", "reference", "text", "transcript", "end", "environment"), arrow.string()),
         **dict.fromkeys(("step", "sample", "num_tokens"), arrow.int64()),
         "seed": arrow.uint64(),
         "prompt_ids": arrow.list_(arrow.int32()),
@@ -128,10 +131,15 @@ def shown_episodes(artifact: Path, most: int) -> Iterator[ShownEpisode]:
             columns = [name for name in table.schema_arrow.names if name not in UNREAD]
             rows = next(table.iter_batches(most, columns=columns)).to_pylist()
         for row in rows:
-            rewards = {name.removeprefix(REWARD): row[name] for name in row if name.startswith(REWARD)}
+            rewards = {
+                name.removeprefix(REWARD): value
+                for name, value in row.items()
+                if name.startswith(REWARD) and value is not None
+            }
+            environment = row.get("environment")  # files of earlier versions have none
             yield ShownEpisode(
                 file,
-                row["row"],
+                f"{row['row']} in {environment}" if environment else row["row"],
                 row["sample"],
                 row.get("step"),  # files of earlier versions have none
                 row["prompt"],

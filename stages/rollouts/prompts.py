@@ -26,16 +26,16 @@ from stages.rollouts.options import PromptOptions
 from stages.rollouts.pictures import PromptPictures
 
 NUM_NAMED = 10
+"""Largest number of rows that an error message lists."""
 MADE = "the environment's rows"
 """Name of the place of rows that no file has."""
-"""Largest number of rows that an error message lists."""
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     """Prompt of a dataset row, rendered by the chat template, as text and as the token ids that the model reads.
 
-    pictures: None for text alone.
+    pictures: None for text alone. environment: name of that of several in which its episodes are played, else "".
     """
 
     place: RowLocation
@@ -45,11 +45,12 @@ class RenderedPrompt:
     address: Callable[[MediaReference], str] | None = None
     """Function that returns the `data:` address of one of the prompt's pictures."""
     pictures: PromptPictures | None = None
+    environment: str = ""
 
     def episode(self, seed: int) -> EpisodeStart:
         """Return the beginning of an episode with this prompt."""
         assert isinstance(self.prompt.document, Conversation)
-        return EpisodeStart(self.prompt.document, self.token_ids, self.prompt.row, seed)
+        return EpisodeStart(self.prompt.document, self.token_ids, self.prompt.row, seed, self.environment)
 
     def completion(self, text: str, num_tokens: int) -> Completion:
         """Return a model's answer together with this prompt and its dataset row, in the form that rewards judge."""

@@ -385,10 +385,9 @@ def test_a_kill_in_any_phase_changes_no_overlapped_round(
 
 def _check_held_out(artifacts: dict[str, Path], config: TrainConfig, work: Path, result: StageResult) -> None:
     """Check that the prompts that are not trained on are answered after step 2 and at the end, and count in nothing."""
-    assert config.rollouts
-    folder, model = artifacts["problems"] / "data", ModelFacts(artifacts["base"] / "model")
+    model = ModelFacts(artifacts["base"] / "model")
     trained, held_out = (
-        {str(one.place) for one in checked_prompts(config, config.rollouts, folder, model, portion=portion)}
+        {str(one.place) for one in checked_prompts(config, artifacts, model, portion=portion)}
         for portion in portions(config.data)
     )
     assert set().union(*asked(work).values()) <= trained
@@ -463,7 +462,7 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
     """Check with Transformers that sampled tokens are within `top_p` and the server's log-probabilities are right."""
     assert config.rollouts
     top_p = config.rollouts.top_p
-    prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", ModelFacts(folder))
+    prompts = checked_prompts(config, artifacts, ModelFacts(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for group in sampled.groups:
         prompt = prompts[group.prompt].token_ids

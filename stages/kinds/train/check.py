@@ -113,23 +113,25 @@ def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Try the rewards of a training stage and read every prompt of its dataset; yield the problems."""
-    from stages.kinds.train.rollouts.documents import checked_prompts, turn_reader  # and torch
+    from stages.kinds.train.rollouts.documents import checked_prompts, turn_readers  # and torch
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     found = opening_problems(options.rewards, context)
     yield from ((f"{config.method}.rewards.{name}", error) for name, error in found)
-    if options.environment and (broken := list(options.environment.opening_problems())):
-        yield from ((f"{config.method}.environment", error) for error in broken)
-        return  # its tools are part of the prompts
+    are_open = True
+    for part in config.acting.values():
+        for error in part.options.environment.opening_problems() if part.options.environment else ():
+            are_open = False
+            yield f"{config.method}.{part.field}", error
+    if not are_open:
+        return  # their tools are part of the prompts
     data = config.data_from(stage_input.inputs[config.model])
     try:
-        folder = data.prompt_folder(stage_input.inputs)
         as_read = config.model_copy(update={"data": data})
         for portion in portions(data):
-            prompts = checked_prompts(as_read, options, folder, model, portion=portion)
+            prompts = checked_prompts(as_read, stage_input.inputs, model, portion=portion)
             check_media(config, media_kinds(prompts))
-        if options.environment:
-            turn_reader(as_read, model, options.environment, prompts)
+        turn_readers(as_read, model, prompts)
     except LifecycleError as error:
         yield "data", error
 

@@ -14,7 +14,7 @@ from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import COLUMN_NAMES, FORMATS
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
-from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.kinds.train.methods.rollouts import Acting, RolloutOptions, SamplingOptions
 from stages.models.media import ModelPart
 from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import unusable_gpus
@@ -50,16 +50,10 @@ SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
     """Yield errors of conflicting config fields, a list per group; a group relies on those before it having none."""
-    yield [*row_errors(config.learning, config.data, makes_rows=makes_rows(config)), *token_errors(config)]
+    yield [*row_errors(config), *token_errors(config)]
     yield list(number_errors(config))
     yield list(completion_errors(config, config.sampling)) if config.sampling else []
     yield list(engine_errors(config))
-
-
-def makes_rows(config: TrainFields) -> bool:
-    """Return whether the environment that training acts in makes its own rows."""
-    environment = config.rollouts.environment if config.rollouts else None
-    return bool(environment and environment.makes_rows)
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
@@ -91,18 +85,24 @@ def token_errors(config: TrainFields) -> Iterator[str]:
         )
 
 
-def row_errors(method: Method, data: DataConfig, *, makes_rows: bool) -> Iterator[str]:
-    """Yield conflicts between the kind of rows that the method learns from and the options of `data`.
-
-    makes_rows: an environment makes rows itself, so that no dataset is needed.
-    """
+def row_errors(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts between the kind of rows that the method learns from and the options of `data`."""
+    method, data = config.learning, config.data
     if data.add_tokens and not method.teaches_tokens:
         yield (
             f"`data.add_tokens` does not go with `method: {method.name}`, which would learn tokens that nothing knows; "
             "add them in a stage of `method: sft`, and train its model here"
         )
-    if not data.parts and not makes_rows:
+    without = [name for name, part in config.acting.items() if not _has_rows(part)]
+    if not data.parts and any(without):
+        yield (
+            f"`{config.sampling_block}.environments.{without[0]}` has no prompts; say its `dataset: STAGE`, or "
+            "`data.dataset` for all that have none"
+        )
+    elif not data.parts and (without or not config.acting):
         yield "`data` names no data; say `dataset: STAGE`, or several (`datasets`)"
+    if data.dataset and config.acting and data.dataset not in {part.data.dataset for part in config.acting.values()}:
+        yield f"`data.dataset: {data.dataset}` is read by no environment, as each has other rows; remove it"
     if twice := [token for token, count in Counter(data.add_tokens).items() if count > 1]:
         yield f"`data.add_tokens` names {quoted(twice[0], 100)} twice; expected each token once"
     if method.rows == "prompts" and data.datasets:
@@ -114,6 +114,11 @@ def row_errors(method: Method, data: DataConfig, *, makes_rows: bool) -> Iterato
         return
     for place, part in data.parts.items():
         yield from _errors(method, part, place)
+
+
+def _has_rows(part: Acting) -> bool:
+    """Return whether an environment's prompts are there: of a dataset, or made by itself."""
+    return bool(part.data.dataset or (part.options.environment and part.options.environment.makes_rows))
 
 
 def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
@@ -203,15 +208,17 @@ def _of_adapter(method: str, adapter: AdapterConfig) -> Iterator[str]:
 def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
     """Yield conflicts between GRPO's options of sampling, grouping and rewards."""
     block, serving = config.sampling_block, options.serving
-    environment = options.environment
-    if not config.data.dataset and config.data.evaluation_split:
-        yield (
-            f"`data.evaluation_split` is of a dataset, and `{block}.environment` makes the rows; say "
-            "`data.evaluation_fraction`"
-        )
-    if not options.rewards and not (environment and environment.gives_rewards):
-        yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
-    if environment:
+    for name, part in config.acting.items():
+        environment = part.options.environment
+        if not part.data.dataset and config.data.evaluation_split:
+            yield (
+                f"`data.evaluation_split` is of a dataset, and `{block}.{part.field}` makes the rows; say "
+                "`data.evaluation_fraction`"
+            )
+        if not part.options.rewards and not (environment and environment.gives_rewards):
+            where = f"`{block}.{part.field}` has no rewards" if name else f"`{block}.rewards` is missing"
+            yield f"{where}, so that no completion is better than another; name at least one"
+    if options.acts:
         for option, why in unfit_options(options.stop, options.apply_chat_template, options.rewards):
             yield f"`{block}.{option}` {why}"
     if config.global_batch_size * options.steps_per_generation % options.num_generations:
@@ -320,9 +327,9 @@ def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> It
             )
     yield from start_problems(config.model, config.base, config.adapter, stages)
     yield from config.data.problems_among(stages)
-    if config.rollouts and config.rollouts.environment:
-        for field, problem in config.rollouts.environment.problems():
-            yield f"{config.method}.environment.{field}: {problem}"
+    for acting in config.acting.values():
+        for field, problem in acting.options.environment.problems() if acting.options.environment else ():
+            yield f"{config.method}.{acting.field}.{field}: {problem}"
     for place, part in config.data.parts.items():
         if stages[part.dataset_stage].brings_media:
             yield from media_problems(config, f"{place}dataset")

@@ -102,15 +102,16 @@ class TrainConfig(TrainFields):
         rewards = self.rollouts.rewards if self.rollouts else {}
         own = ((name, reward.custom_code()) for name, reward in rewards.items())
         found = [f"{self.method}.rewards.{name}: {code}" for name, code in own if code]
-        environment = self.rollouts.environment if self.rollouts else None
-        if environment and (code := environment.custom_code()):
-            found.append(f"{self.method}.environment: {code}")
+        for part in self.acting.values():
+            if part.options.environment and (code := part.options.environment.custom_code()):
+                found.append(f"{self.method}.{part.field}: {code}")
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """Return the versions of what samples and judges completions, for the cache key; empty without sampling."""
-        environment = self.rollouts.environment if self.rollouts else None
-        packages = environment.versions() if environment else {}
+        packages: dict[str, JsonValue] = {}
+        for part in self.acting.values():
+            packages |= part.options.environment.versions() if part.options.environment else {}
         return {**self.sampling.engine_version, **packages} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:

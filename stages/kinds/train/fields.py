@@ -35,6 +35,7 @@ from stages.kinds.train.blocks import (
     TrainingPrecision,
 )
 from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.kinds.train.methods.rollouts import Acting
 from stages.models.media import TOWERS, ModelPart
 from stages.models.picture_bounds import PictureBounds
 from stages.models.shape import ModelShape
@@ -210,6 +211,11 @@ class TrainFields(MethodFields):
         tokens = self.global_batch_size * self.rollouts.max_completion_length
         together = self.layout.micro_batch_size * self.layout.data_parallel_size
         return math.ceil(tokens / self.data.sequence_length / together) * together
+
+    @property
+    def acting(self) -> dict[str, Acting]:
+        """Sampling in each environment, by its name, for methods that sample rounds; see `RolloutOptions.parts`."""
+        return self.rollouts.parts(self.data) if self.rollouts else {}
 
     @property
     def sampling_devices(self) -> int:

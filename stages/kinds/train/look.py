@@ -21,8 +21,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     config = TrainConfig.model_validate(stage_input.config)
     model = InputModels.of(config, stage_input.inputs).as_started(config, scratch, weights=False).start
     if config.rollouts:
-        folder = config.data.prompt_folder(stage_input.inputs)
-        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model.folder, num_rows)
+        return look_at_prompts(checked_prompts(config, stage_input.inputs, model), model.folder, num_rows)
 
     def visits(training: PackedDataset) -> Visits:
         slots = slots_of(config.data, training, config.seed)

@@ -241,5 +241,6 @@ def _seed_ranges(config: BaseModel) -> Iterator[SeedRange]:
     if isinstance(config, EnvironmentConfig):
         yield from config.seed_ranges
     for value in vars(config).values():
-        if isinstance(value, BaseModel):
-            yield from _seed_ranges(value)
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(inner, BaseModel):
+                yield from _seed_ranges(inner)

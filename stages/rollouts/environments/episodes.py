@@ -6,10 +6,12 @@ the next turn is asked for with the sampled ids themselves, followed by what the
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from stages.core.errors import DataError
@@ -47,6 +49,8 @@ class TurnRequest:
     max_tokens: int
 
 
+Playing = Generator[list["TurnRequest"], Sequence[SampledTurn], list["Episode"]]
+"""Playing of episodes, turn by turn: requests for turns go out, what was sampled comes in, episodes are returned."""
 Sample = Callable[[Sequence[TurnRequest]], Sequence[SampledTurn]]
 """Function that asks a server for turns, one for each request, in their order."""
 
@@ -62,12 +66,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """Beginning of an episode: its rendered prompt, the dataset row, and the seed of its turns and its environment."""
+    """Beginning of an episode: its rendered prompt, the dataset row, and the seed of its turns and its environment.
+
+    environment: name of that of several in which it is played, else "".
+    """
 
     prompt: Conversation
     token_ids: list[int]
     row: Mapping[str, Any]
     seed: int
+    environment: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,10 @@ class Episodes:
 
         Raises DataError for an environment that fails and a template that cannot be continued, and as `sample` does.
         """
+        return play_together({"": self}, starts, sample)
+
+    def turns(self, starts: Sequence[EpisodeStart]) -> Playing:
+        """Yield the requests for the next turns, take the turns, and return the episodes; raise as `play` does."""
         waiting, episodes = deque(starts), list[Episode]()
         most = self.config.most_together or max(1, len(starts))
         pool = ThreadPoolExecutor(self.config.num_threads)
@@ -223,7 +235,7 @@ class Episodes:
                 playing += begun
                 if not playing:
                     break
-                turns = sample([self._request(episode) for episode in playing])
+                turns = yield [self._request(episode) for episode in playing]
                 acting = [
                     (episode, acted)
                     for episode, turn in zip(playing, turns, strict=True)
@@ -336,6 +348,30 @@ class Episodes:
             return episode.continuation.append([message], self.reader.ends)
         except RowError as error:
             raise DataError(f"{self.reader.tokenizer.template.name} cannot continue an episode: it {error}") from error
+
+
+def play_together(players: Mapping[str, Episodes], starts: Sequence[EpisodeStart], sample: Sample) -> list[Episode]:
+    """Play episodes of several environments, whose turns are sampled together, and return them in order.
+
+    players: by the environment's name. Raises as `Episodes.play` does.
+    """
+    with ExitStack() as stack:
+        playing = {}
+        for name, player in players.items():
+            own = player.turns([start for start in starts if start.environment == name])
+            playing[name] = stack.enter_context(closing(own))
+        ended: dict[str, Iterator[Episode]] = {}
+        turns: dict[str, Sequence[SampledTurn]] = {}
+        while len(ended) < len(players):
+            asked: dict[str, list[TurnRequest]] = {}
+            for name in (name for name in players if name not in ended):
+                try:
+                    asked[name] = playing[name].send(turns[name]) if turns else next(playing[name])
+                except StopIteration as over:
+                    ended[name] = iter(over.value)
+            sampled = iter(sample([request for requests in asked.values() for request in requests]) if asked else ())
+            turns = {name: [*islice(sampled, len(requests))] for name, requests in asked.items()}
+    return [next(ended[start.environment]) for start in starts]
 
 
 def _all_of(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -122,6 +122,16 @@ class GrpoConfig(RolloutOptions):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _rewards_are_of_one_environment(self) -> Self:
+        for name, value in (("advantage", "batch_whitened"), ("scale_rewards", "batch")):
+            if len(self.environments) > 1 and getattr(self, name) == value:
+                raise ValueError(
+                    f"`{name}: {value}` compares rewards of different environments; say another `{name}`, which stays "
+                    "within a prompt"
+                )
+        return self
+
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
     """Return completions' advantages: reward minus the group's mean, over a standard deviation; float32 [completions].

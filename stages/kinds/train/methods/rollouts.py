@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from stages.core.contract import DatasetReference
 from stages.core.fields import AddedLater, PositiveFp32, StrictModel
+from stages.data.config import DataConfig
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.serving.config import ServingConfig, StopTexts
@@ -16,6 +19,8 @@ from stages.serving.registry import chosen_engine, installed_version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from stages.rewards.reward import Reward
 
 
 NOT_LEARNED_FROM = ("placement", "data_parallel_size")
@@ -116,6 +121,38 @@ class AsynchronousOptions(StrictModel):
     )
 
 
+class EnvironmentPart(StrictModel):
+    """One environment of several: its share, the rows of its episodes, and the rewards that judge them."""
+
+    environment: AnyEnvironment = Field(description="Environment of these episodes, by one of its fields.")
+    weight: PositiveFp32 = Field(
+        1.0, description="Share of this environment's prompts in each round, relative to the other weights."
+    )
+    dataset: DatasetReference | None = Field(
+        None,
+        description="Stage that makes this environment's prompts. Default: rows that it makes itself, else those of "
+        "`data.dataset`.",
+    )
+    rewards: tuple[RewardName, ...] | None = Field(
+        None, description="Names of the `rewards` that judge this environment's episodes. Default: all."
+    )
+
+    def data_from(self, data: DataConfig) -> DataConfig:
+        """Return the options of this environment's prompts; without a dataset, it makes them itself."""
+        shared = None if self.environment.makes_rows else data.dataset
+        return data.model_copy(update={"dataset": self.dataset or shared})
+
+
+@dataclass(frozen=True)
+class Acting:
+    """Sampling of one environment's completions. field: of the environment in a recipe. options: with it alone."""
+
+    field: str
+    options: RolloutOptions
+    data: DataConfig
+    weight: float = 1.0
+
+
 class RolloutOptions(SamplingOptions, ABC):
     """Options of sampling completions and judging them by rewards: server, sampling parameters, groups and rewards."""
 
@@ -161,6 +198,11 @@ class RolloutOptions(SamplingOptions, ABC):
         description="Environment in which the model acts over several turns, such as tools that it calls; each turn "
         "has at most `max_completion_length` tokens. Default: one answer to each prompt.",
     )
+    environments: Annotated[dict[RewardName, EnvironmentPart], AddedLater()] = Field(
+        {},
+        description="Several environments in one run, by the names that they have in metrics, set instead of "
+        "`environment`. Each has its share of a round's prompts.",
+    )
     placement: Annotated[Literal["separate", "colocated"], AddedLater()] = Field(
         "separate",
         description="Devices of the sampling server. separate: its own. colocated: those that train; it sleeps during "
@@ -179,6 +221,49 @@ class RolloutOptions(SamplingOptions, ABC):
     @property
     def is_colocated(self) -> bool:
         return self.placement == "colocated"
+
+    @property
+    def acts(self) -> bool:
+        """Return whether completions are episodes in an environment."""
+        return bool(self.environment or self.environments)
+
+    def parts(self, data: DataConfig) -> dict[str, Acting]:
+        """Return the sampling in each of several environments, by name; in a single one or in none, by "".
+
+        In the order of the names, as a recipe's version does not know in which order it lists them.
+        """
+        if not self.environments:
+            return {"": Acting("environment", self, data)}
+        return {
+            name: Acting(
+                f"environments.{name}.environment",
+                self.model_copy(
+                    update={"environment": part.environment, "environments": {}, "rewards": self._rewards_of(part)}
+                ),
+                part.data_from(data),
+                part.weight,
+            )
+            for name, part in sorted(self.environments.items())
+        }
+
+    def _rewards_of(self, part: EnvironmentPart) -> dict[str, Reward]:
+        chosen = self.rewards if part.rewards is None else part.rewards
+        return {name: reward for name, reward in self.rewards.items() if name in chosen}
+
+    @model_validator(mode="after")
+    def _environments_go_together(self) -> Self:
+        if self.environment and self.environments:
+            raise ValueError("has `environment` and `environments`; put it among them, or remove them")
+        for name, part in self.environments.items():
+            if unknown := [reward for reward in part.rewards or () if reward not in self.rewards]:
+                raise ValueError(
+                    f"`environments.{name}.rewards` names {unknown[0]}, which is not among `rewards`; expected some of "
+                    f"{', '.join(self.rewards) or 'them, and there are none'}"
+                )
+        judging = {name for part in self.environments.values() for name in self._rewards_of(part)}
+        if self.environments and (idle := [name for name in self.rewards if name not in judging]):
+            raise ValueError(f"`rewards.{idle[0]}` judges no environment; name it in one's `rewards`, or remove it")
+        return self
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:

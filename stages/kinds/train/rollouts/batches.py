@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from stages.kinds.train.rollouts.documents import (
     checked_prompts,
     completion_packing,
     most_tokens,
-    turn_reader,
+    turn_readers,
 )
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
@@ -99,7 +100,7 @@ class RolloutBatches:
         self._resources = ExitStack()
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
-        self._episodes: Episodes | None = None
+        self._players: dict[str, Episodes] | None = None
         self._data = data
         self._samples = RoundSamples(data.context, data.prompts)
         self._parts: list[list[PackedAnswers]] = []
@@ -151,7 +152,7 @@ class RolloutBatches:
         self._server.sample(f"evaluation {self._num_evaluations}", write)
         metrics = round_metrics(Round.read(path))
         engine.broadcast_from_rank0(0.0)  # rank 0 overwrites the file only when all have read it
-        kept = {name: metrics[name] for name in metrics if name.startswith("reward") and not name.endswith("_spread")}
+        kept = {name: metrics[name] for name in metrics if name.startswith("reward") and "_spread" not in name}
         kept |= {name: metrics[name] for name in ("completion_tokens", "truncated_share")}
         return LossMeans(-metrics["reward"], kept)
 
@@ -282,20 +283,20 @@ class RolloutBatches:
 
     def _sampler(self, server: PolicyServer) -> Sampler:
         media_tokens = self._server.packing.media_tokens
-        judge, episodes = self._open_judge(), self._open_episodes()
-        return Sampler(server, judge, self._prompts, self._options, self._plan, media_tokens, episodes)
+        judge, players = self._open_judge(), self._open_environments()
+        return Sampler(server, judge, self._prompts, self._options, self._plan, media_tokens, players)
 
-    def _open_episodes(self) -> Episodes | None:
-        """Return the player of episodes, if the recipe has an environment, which the first call opens."""
-        config = self._options.environment
-        if config and self._episodes is None:
-            for warning in config.warnings():
-                self._context.warn(warning)
-            make = self._resources.enter_context(config.opened())
+    def _open_environments(self) -> dict[str, Episodes]:
+        """Return the players of episodes by the environment's name; the first call opens the environments."""
+        if self._players is None:
+            self._players = {}
             most, of_turn = self._server.packing.most_tokens, self._options.max_completion_length
-            reader = turn_reader(self._data.config, self._data.model, config, self._prompts)
-            self._episodes = Episodes(config, make, reader, most, of_turn, request_seed)
-        return self._episodes
+            for name, (config, reader) in turn_readers(self._data.config, self._data.model, self._prompts).items():
+                for warning in config.warnings():
+                    self._context.warn(warning)
+                make = self._resources.enter_context(config.opened())
+                self._players[name] = Episodes(config, make, reader, most, of_turn, request_seed)
+        return self._players
 
     def _open_judge(self) -> Judge:
         """Return the function that scores completions by the recipe's rewards; the first call opens their programs."""
@@ -403,9 +404,8 @@ class RolloutData:
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
-        folder = config.data.prompt_folder(context.inputs)
         prompts, *held_out = (
-            checked_prompts(config, options, folder, model, portion=portion) for portion in portions(config.data)
+            checked_prompts(config, context.inputs, model, portion=portion) for portion in portions(config.data)
         )
         check_media(config, media_kinds([*prompts, *chain(*held_out)]))
         asked = [] if context.trial else [*chain(*held_out)]
@@ -413,7 +413,7 @@ class RolloutData:
 
     @property
     def longest_document(self) -> int:
-        if self.options.environment:
+        if self.options.acts:
             return most_tokens(self.config, self.options, self.model)
         return max(len(one.token_ids) for one in (*self.prompts, *self.held_out)) + self.options.max_completion_length
 
@@ -447,7 +447,14 @@ class RolloutData:
     def counts(self) -> dict[str, float]:
         num_media = sum(len(one.pictures.media) for one in self.prompts if one.pictures)
         numbers = {"num_held_out_prompts": len(self.held_out), "num_media": num_media}
-        return {"num_prompts": float(len(self.prompts)), **{name: float(one) for name, one in numbers.items() if one}}
+        sizes = {f"num_prompts.{name}": size for name, size in self.sizes.items() if name}
+        numbers = {"num_prompts": len(self.prompts), **sizes, **{name: one for name, one in numbers.items() if one}}
+        return {name: float(one) for name, one in numbers.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of prompts to train on in each environment, by its name."""
+        return dict(Counter(one.environment for one in self.prompts))  # in their order
 
     @property
     def lengths(self) -> None:
@@ -497,7 +504,8 @@ class RolloutData:
         config, options = self.config, self.options
         # global_batch_size counts completions, of which each prompt has num_generations
         per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
-        return RoundPlan(len(self.prompts), per_round, options, config.seed)
+        weights = tuple(config.acting[name].weight for name in self.sizes)
+        return RoundPlan(tuple(self.sizes.values()), per_round, options, config.seed, weights)
 
 
 def _shown(tokenizer: DocumentTokenizer, prompts: Sequence[RenderedPrompt]) -> Iterator[ToolPrompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from stages.core.errors import DataError
 from stages.data.batch import Batch, Rollouts
-from stages.data.config import DEFAULT_DATE
+from stages.data.config import DEFAULT_DATE, DataConfig
 from stages.data.dataset import packed_batch
 from stages.data.files import Portion, portions
 from stages.data.tokenizer import DocumentTokenizer
@@ -164,18 +164,36 @@ NUM_NAMED = 5
 
 def checked_prompts(
     config: TrainConfig,
-    options: RolloutOptions,
-    folder: Path | None,
+    inputs: Mapping[str, Path],
     model: ModelFacts,
     *,
     portion: Portion | None = None,
 ) -> list[RenderedPrompt]:
-    """Read the prompts in `folder`, by default those to train on. folder: None for rows that the environment makes.
+    """Read the prompts, by default those to train on; of several environments one after another, as in `parts`.
 
-    Raises DataError for bad rows, and prompts that leave too little room to answer.
+    inputs: artifacts by stage name. Raises DataError for bad rows, and prompts that leave too little room to answer.
     """
-    data = config.data
-    portion = portion or portions(data)[0]
+    portion = portion or portions(config.data)[0]
+    prompts: list[RenderedPrompt] = []
+    for name, part in config.acting.items():
+        try:
+            own = _prompts_of(config, part.options, part.data, inputs, model, portion)
+        except DataError as error:
+            raise (DataError(f"the environment {name}: {error}") if name else error) from error
+        prompts += [replace(one, environment=name) for one in own]
+    return prompts
+
+
+def _prompts_of(
+    config: TrainConfig,
+    options: RolloutOptions,
+    data: DataConfig,
+    inputs: Mapping[str, Path],
+    model: ModelFacts,
+    portion: Portion,
+) -> list[RenderedPrompt]:
+    """Read the prompts of one environment, or of none; raises as `checked_prompts` does."""
+    folder = data.prompt_folder(inputs)
     asked = PromptOptions(
         portion=portion,
         limit=None,
@@ -224,11 +242,19 @@ def most_tokens(config: TrainConfig, options: SamplingOptions, model: ModelFacts
     return min(limit for limit in limits if limit)
 
 
-def turn_reader(
-    config: TrainConfig, model: ModelFacts, environment: EnvironmentConfig, prompts: Sequence[RenderedPrompt]
-) -> TurnReader:
-    """Return the reader of the model's turns. Raises DataError if its chat template is unfit for the environment."""
+def turn_readers(
+    config: TrainConfig, model: ModelFacts, prompts: Sequence[RenderedPrompt]
+) -> dict[str, tuple[EnvironmentConfig, TurnReader]]:
+    """Return each environment and the reader of the model's turns in it, by name; {} without environments.
+
+    Raises DataError if the model's chat template is unfit for one.
+    """
     date = config.data.template_date
     own_date = (None if date == DEFAULT_DATE else date) or noted_date(model.folder) or DEFAULT_DATE
     tokenizer = DocumentTokenizer(model.folder, config.data.chat_template, "assistant", template_date=own_date)
-    return TurnReader.proved(tokenizer, end_tokens(model.folder), environment, prompts[0].episode(0).prompt)
+    readers = {}
+    for name, part in config.acting.items():
+        if environment := part.options.environment:
+            example = next(one for one in prompts if one.environment == name).episode(0).prompt
+            readers[name] = environment, TurnReader.proved(tokenizer, end_tokens(model.folder), environment, example)
+    return readers

@@ -3,12 +3,12 @@
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import remove_cut_off_line
-from stages.kinds.train.rollouts.rounds import Round, deviation
+from stages.kinds.train.rollouts.rounds import Group, Round, deviation
 from stages.rollouts.episode_table import EpisodeRow, round_file, round_files, write_episodes
 from stages.rollouts.prompts import RenderedPrompt
 
@@ -48,22 +48,47 @@ class SampleFile:
 
 
 def round_metrics(sampled: Round) -> dict[str, float]:
-    """Return metrics of a sampling round: means and spreads of rewards, completion lengths, and durations."""
-    completions = sampled.completions
-    by_name = {name: [completion.rewards[name] for completion in completions] for name in completions[0].rewards}
-    episode = completions[0].episode
+    """Return metrics of a sampling round: means and spreads of rewards, completion lengths, and durations.
+
+    Several environments have the same metrics, `METRIC.NAME`, beside those of all episodes together.
+    """
+    by_environment: dict[str, list[Group]] = {}
+    for group in sampled.groups:
+        by_environment.setdefault(group.completions[0].environment, []).append(group)
+    metrics = _group_metrics(sampled.groups)
+    for name, groups in by_environment.items() if any(by_environment) else ():
+        own = {"episode_share": len(groups) / len(sampled.groups), **_group_metrics(groups)}
+        metrics |= {f"{metric}.{name}": value for metric, value in own.items()}
+    return {**metrics, **sampled.measured}
+
+
+def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return metrics of groups of completions; a mean is over the completions that have the reward or the number."""
+    completions = [one for group in groups for one in group.completions]
+    rewards = _by_name(one.rewards for one in completions)
     totals = [completion.reward for completion in completions]
     return {
         "reward": statistics.fmean(totals),
         "reward_spread": deviation(totals),
-        **{f"reward_{name}": statistics.fmean(values) for name, values in by_name.items()},
-        **{f"reward_{name}_spread": deviation(values) for name, values in by_name.items()},
-        "no_signal_share": statistics.fmean(not group.has_signal for group in sampled.groups),
+        **{f"reward_{name}": statistics.fmean(values) for name, values in rewards.items()},
+        **{f"reward_{name}_spread": deviation(values) for name, values in rewards.items()},
+        "no_signal_share": statistics.fmean(not group.has_signal for group in groups),
         "completion_tokens": statistics.fmean(completion.num_sampled for completion in completions),
         "truncated_share": statistics.fmean(completion.truncated for completion in completions),
-        **{f"episode_{name}": statistics.fmean(one.episode[name] for one in completions) for name in episode},
-        **sampled.measured,
+        **{
+            f"episode_{name}": statistics.fmean(values)
+            for name, values in _by_name(one.episode for one in completions).items()
+        },
     }
+
+
+def _by_name(numbers: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return all values of each name."""
+    by_name: dict[str, list[float]] = {}
+    for one in numbers:
+        for name, value in one.items():
+            by_name.setdefault(name, []).append(value)
+    return by_name
 
 
 class EpisodeFiles:
@@ -108,13 +133,12 @@ class RoundSamples:
     def write(self, sampled: Round) -> None:
         if self._files is None:
             return
-        for name in sampled.completions[0].rewards:
-            values = {one.rewards[name] for one in sampled.completions}
-            if len(values) == 1 and name not in self._warned:
+        for name, values in _by_name(one.rewards for one in sampled.completions).items():
+            if len({*values}) == 1 and name not in self._warned:
                 self._warned.add(name)
                 self._context.warn(
-                    f"step {sampled.first_step}: the reward {name} is {values.pop():g} for all "
-                    f"{len(sampled.completions)} completions, so it has no effect"
+                    f"step {sampled.first_step}: the reward {name} is {values[0]:g} for all {len(values)} completions, "
+                    "so it has no effect"
                 )
         some, episodes = self._files
         some.write(sampled.first_step, self._lines(sampled))
@@ -144,6 +168,7 @@ class RoundSamples:
                     segments=list(completion.segments),
                     rewards=completion.rewards,
                     metrics=completion.episode,
+                    environment=completion.environment or None,
                 )
 
     def _lines(self, sampled: Round) -> Iterator[dict[str, object]]:

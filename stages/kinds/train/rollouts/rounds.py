@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +19,14 @@ from pydantic import TypeAdapter
 
 from stages.core.errors import ServerError
 from stages.core.files import write_atomically
-from stages.data.tokenizer import DocumentTokenizer
+from stages.data.mixture import MixtureOrder
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
-from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import PolicyServer
-from stages.rewards.judging import Judge, Named
+from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import OF_EVERY_TOKEN, PICTURES, Answer, Request, request_seed, sampling_request
 from stages.rollouts.environments.environment import ENVIRONMENT
-from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
+from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest, play_together
 from stages.rollouts.episode_table import StoredSegment
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
@@ -38,7 +40,7 @@ class Completion:
     truncated: at `max_completion_length`. rewards: by the recipe's names. reward: their weighted sum.
     environment_spans: of an episode, places in `token_ids` of what the environment wrote, which is not learned, whose
     log-probabilities are 0. episode: its metrics. transcript: text of all its turns; `text` is what rewards see.
-    prompt: where the environment added to it.
+    prompt: where the environment added to it. environment: name of that of several, else "".
     """
 
     token_ids: list[int]
@@ -54,11 +56,12 @@ class Completion:
     prompt_text: str = ""
     seed: int | None = None
     end: str | None = None
+    environment: str = ""
 
     @classmethod
-    def of(cls, episode: Episode, tokenizer: DocumentTokenizer) -> Completion:
+    def of(cls, episode: Episode) -> Completion:
         """Return an episode as one completion, with the environment's own reward, if it gives any."""
-        config = episode.config
+        config, tokenizer = episode.config, episode.reader.tokenizer
         transcript = tokenizer.decode(episode.after_prompt)
         return cls(
             episode.after_prompt,
@@ -74,6 +77,7 @@ class Completion:
             tokenizer.decode(episode.start.token_ids),
             episode.start.seed,
             episode.end,
+            episode.start.environment,
         )
 
     @property
@@ -120,7 +124,8 @@ class Completion:
     def shown(self) -> dict[str, object]:
         """Values of a completion that are written to `completions.jsonl` for people to read."""
         shown = {"text": self.transcript or self.text, "num_tokens": self.num_sampled, "truncated": self.truncated}
-        return {**shown, **({"episode": self.episode} if self.episode else {})}
+        named = {"environment": self.environment} if self.environment else {}
+        return {**named, **shown, **({"episode": self.episode} if self.episode else {})}
 
 
 @dataclass(frozen=True)
@@ -166,12 +171,16 @@ _READER = TypeAdapter(Round)
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Plan of the sampling rounds, by seed and step: which steps learn from a round, and which prompts it completes."""
+    """Plan of the sampling rounds, by seed and step: which steps learn from a round, and which prompts it completes.
 
-    num_prompts: int
+    num_prompts: of each environment, one after another. weights: shares of a round's prompts, relative to each other.
+    """
+
+    num_prompts: tuple[int, ...]
     prompts_per_round: int
     options: RolloutOptions
     seed: int
+    weights: tuple[float, ...] = (1.0,)
 
     @property
     def steps_per_round(self) -> int:
@@ -207,15 +216,25 @@ class RoundPlan:
 
     def prompts(self, first_step: int) -> list[int]:
         """Return the numbers of the prompts that are completed in the sampling round that begins with `first_step`."""
-        # A round counts as one global batch of prompts; rank 0 samples it whole, so it is not cut into shares.
-        order = DataOrder(self.num_prompts, self.prompts_per_round, 1, 0, 1, self.seed)
-        return order.global_batch((first_step - 1) // self.steps_per_round + 1)
+        order = MixtureOrder(self.num_prompts, tuple(one / sum(self.weights) for one in self.weights), self.seed)
+        # Rank 0 samples a round whole, so it is not cut into shares of processes.
+        return order.rows((first_step - 1) // self.steps_per_round * self.prompts_per_round, self.prompts_per_round)
 
-    def others(self, first_step: int, draw: int, count: int) -> list[int]:
-        """Return `count` other prompts, to replace groups of equal rewards. draw: the redraw's number, from 1 on."""
+    def environment(self, prompt: int) -> int:
+        """Return which of the environments, counted from 0, a prompt is of."""
+        return bisect_right([*accumulate(self.num_prompts)], prompt)
+
+    def others(self, first_step: int, draw: int, counts: Sequence[int]) -> list[int]:
+        """Return other prompts, `counts` of each environment, to replace groups of equal rewards.
+
+        draw: the redraw's number, from 1 on.
+        """
         random = np.random.default_rng([self.seed, first_step, draw])
-        # without repetitions, unless there are fewer prompts than wanted
-        return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
+        prompts: list[int] = []
+        for first, size, count in zip(accumulate(self.num_prompts, initial=0), self.num_prompts, counts, strict=False):
+            # without repetitions, unless there are fewer prompts than wanted
+            prompts += (first + random.choice(size, count, replace=count > size)).tolist()
+        return prompts
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -290,8 +309,8 @@ class Sampler:
     options: RolloutOptions
     plan: RoundPlan
     media_tokens: Collection[int] = ()
-    episodes: Episodes | None = None
-    """Player of episodes, where the completions are such; None for one answer to each prompt."""
+    players: Mapping[str, Episodes] = field(default_factory=dict)
+    """Players of episodes by the environment's name, where completions are such; {} for one answer to each prompt."""
 
     def sample(self, first_step: int) -> Round:
         """Sample and score the completions of the round from `first_step`; raise DataError where scoring fails."""
@@ -299,8 +318,10 @@ class Sampler:
         num_tokens = num_draws = 0
         groups: list[Group] = []
         # DAPO's dynamic sampling: groups of equal rewards have advantage 0, and are replaced while draws remain.
-        while num_draws < self.options.max_draws and (missing := self._missing(groups)):
-            prompts = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
+        # Those that replace them are of the same environment, which keeps its share.
+        planned = self.plan.prompts(first_step)
+        while num_draws < self.options.max_draws and any(missing := self._missing(planned, groups)):
+            prompts = self.plan.others(first_step, num_draws, missing) if num_draws else planned
             # of the position too: the same prompt, drawn twice, must not get the same completions
             asked = [self._request(prompt, first_step, num_draws, position) for position, prompt in enumerate(prompts)]
             began_s = time.perf_counter()
@@ -310,7 +331,7 @@ class Sampler:
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
             num_tokens += sum(one.num_sampled for group in drawn for one in group.completions)
             # Groups with signal come first, each kind in the order drawn (the sort is stable).
-            groups = sorted([*groups, *drawn], key=lambda group: not group.has_signal)[: self.plan.prompts_per_round]
+            groups = self._chosen(planned, sorted([*groups, *drawn], key=lambda group: not group.has_signal))
             num_draws += 1
         measured = {
             "generate_s": generate_s,
@@ -334,23 +355,34 @@ class Sampler:
 
     def _answers(self, prompts: Sequence[int], asked: Sequence[PromptRequest]) -> list[list[Completion]]:
         number = self.options.num_generations
-        if self.episodes is None:
+        if not self.players:
             return sample_completions(self.server, self.options, asked, number, self.media_tokens)
         starts = [
             self.prompts[prompt].episode(request_seed(request.seed, index))
             for prompt, request in zip(prompts, asked, strict=True)
             for index in range(number)
         ]
-        played = iter(self.episodes.play(starts, self._turns))
-        return [[Completion.of(next(played), self.episodes.reader.tokenizer) for _ in range(number)] for _ in asked]
+        played = iter(play_together(self.players, starts, self._turns))
+        return [[Completion.of(next(played)) for _ in range(number)] for _ in asked]
 
     def _turns(self, requests: Sequence[TurnRequest]) -> list[Completion]:
         asked = [PromptRequest(one.token_ids, one.seed, one.max_tokens) for one in requests]
         return [turn for (turn,) in sample_completions(self.server, self.options, asked, 1)]
 
-    def _missing(self, groups: Sequence[Group]) -> int:
-        """Return how many more groups with differing rewards a sampling round needs."""
-        return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
+    def _missing(self, planned: Sequence[int], groups: Sequence[Group]) -> list[int]:
+        """Return how many more groups with differing rewards a sampling round needs of each environment."""
+        missing = Counter(map(self.plan.environment, planned))
+        missing.subtract(self.plan.environment(group.prompt) for group in groups if group.has_signal)
+        return [missing[number] for number in range(len(self.plan.num_prompts))]
+
+    def _chosen(self, planned: Sequence[int], groups: Sequence[Group]) -> list[Group]:
+        """Return the first groups of each environment, as many as were planned."""
+        room, chosen = Counter(map(self.plan.environment, planned)), []
+        for group in groups:
+            if room[number := self.plan.environment(group.prompt)]:
+                room[number] -= 1
+                chosen.append(group)
+        return chosen
 
     def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         named: list[Named] = []
@@ -360,7 +392,13 @@ class Sampler:
                 completion = asked.completion(one.text, one.num_sampled)
                 named.append((f"completion {index} of the prompt in {asked.place}", completion))
         # flat, completion by completion in the order of `named`; taken apart into groups again below
-        judgements = iter(self.judge(named))
+        environments = [one.environment for group in completions for one in group]
+        by_place: dict[int, Judgement] = {}
+        for name in dict.fromkeys(environments):
+            own = [place for place, environment in enumerate(environments) if environment == name]
+            by = self.options.environments[name].rewards if name else None
+            by_place |= zip(own, self.judge([named[place] for place in own], by), strict=True)
+        judgements = iter(by_place[place] for place in range(len(named)))
         groups = []
         for prompt, group in zip(prompts, completions, strict=True):
             scores = [next(judgements) for _ in group]

@@ -37,6 +37,10 @@ GENERATION = {"kind": "generate", "model": "base", "serving": {}, "prompts": {"d
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 1, "rewards": {"right": {"type": "exact_match"}}}
 JUDGE = {"type": "judge", "url": "http://x/v1", "served_model": "critic", "template": "{completion}", "least": -1.0}
 REASONING_GYM = {"reasoning_gym": "chain_sum", "options": {"max_terms": 2}}
+SEVERAL = {
+    "sums": {"environment": {"tools": ["calculator"]}, "weight": 2.0, "rewards": ["right"]},
+    "game": {"environment": {"python": "game.py"}, "dataset": "other", "rewards": ["right"]},
+}
 EPISODES = {"environment": {"tools": ["calculator"]}, "rewards": {"right": {"type": "exact_match"}}}
 RATING = {name: value for name, value in JUDGE.items() if name != "type"}
 PAIRS = {"url": "http://x/v1", "served_model": "critic", "key_variable": "x"}
@@ -95,6 +99,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"tools": ["calculator"]}}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"python": "game.py"}}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": REASONING_GYM}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environments": SEVERAL}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},

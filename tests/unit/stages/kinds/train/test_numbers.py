@@ -45,7 +45,7 @@ def test_is_refused(fields: dict[str, Any], message: str) -> None:
 NOT_COMPUTED_WITH = {
     TrainConfig: {"execution", "data", "epochs"},
     MergeConfig: {"execution", "max_difference"},
-    GrpoConfig: {"rewards", "serving", "environment"},
+    GrpoConfig: {"rewards", "serving", "environment", "environments"},
     DistillSampling: {"serving"},
 }
 """Fields whose numbers enter no computation in fp32, by config class: limits, shares, numbers of passes, a server's

@@ -38,6 +38,7 @@ NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "serve
     "asynchronous",
     "data_parallel_size",
     "environment",
+    "environments",
     "placement",
     "replay_experts",
 }

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[6]
 
 
 def plan(num_prompts: int = 20, seed: int = 0, **options: object) -> RoundPlan:
-    return RoundPlan(num_prompts, 6, GrpoConfig.model_validate(options), seed)
+    return RoundPlan((num_prompts,), 6, GrpoConfig.model_validate(options), seed)
 
 
 def test_an_epoch_asks_every_prompt_once_and_a_resumed_run_the_same_again() -> None:
@@ -101,9 +101,9 @@ def test_rounds_are_sampled_in_turn_beside_the_training() -> None:
 
 def test_prompts_that_are_drawn_again_are_others_with_seeds_of_their_own() -> None:
     one = plan()
-    assert one.others(1, 1, 3) == one.others(1, 1, 3)
-    assert len({tuple(one.others(step, draw, 4)) for step in (1, 2) for draw in (1, 2)}) == 4
-    assert len(one.others(1, 1, 30)) == 30, "more than there are prompts"
+    assert one.others(1, 1, [3]) == one.others(1, 1, [3])
+    assert len({tuple(one.others(step, draw, [4])) for step in (1, 2) for draw in (1, 2)}) == 4
+    assert len(one.others(1, 1, [30])) == 30, "more than there are prompts"
     seeds = [request_seed(one.seed, step, draw, place) for step in (1, 2) for draw in (0, 1) for place in range(6)]
     assert len(set(seeds)) == len(seeds)
 
@@ -120,7 +120,7 @@ def test_a_round_comes_back_from_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_no_prompt_is_drawn_twice_at_once_while_there_are_others(count: int) -> None:
-    assert len(set(plan().others(3, 1, count))) == count
+    assert len(set(plan().others(3, 1, [count]))) == count
 
 
 class Answering:
