@@ -45,15 +45,20 @@ def _attention_work(config: Any, predicts_ahead: bool) -> tuple[AttentionWork, .
     if not getattr(config, "num_attention_heads", None):  # Mamba keeps a state, whose operations are not counted
         return ()
     num_layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [every_layer] * num_layers
-    layer_types = [*layer_types, *layer_types[-1:]] if predicts_ahead else layer_types
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query_width = getattr(config, "qk_head_dim", None) or head_width
-    value_width = getattr(config, "v_head_dim", None) or head_width
-    width = config.num_attention_heads * (query_width + value_width)
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    num_full = layer_types.count("full_attention")
-    num_windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in layer_types)
-    work = [AttentionWork(width * num_full, None), AttentionWork(width * num_windowed, window)]
-    return tuple(layers for layers in work if layers.width)
+    widths = [_attention_width(config.per_layer_config[layer]) for layer in range(num_layers)]
+    layers = list(zip(layer_types, widths, strict=True))
+    layers += layers[-1:] * predicts_ahead
+    full = sum(width for kind, width in layers if kind == "full_attention")
+    windowed = sum(width for kind, width in layers if kind in ("sliding_attention", "chunked_attention"))
+    return tuple(one for one in (AttentionWork(full, None), AttentionWork(windowed, window)) if one.width)
+
+
+def _attention_width(layer: Any) -> int:
+    """Return the width of queries and values of a layer, from its config: Gemma 4's heads have two widths."""
+    head_width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    query_width = getattr(layer, "qk_head_dim", None) or head_width
+    value_width = getattr(layer, "v_head_dim", None) or head_width
+    return int(layer.num_attention_heads * (query_width + value_width))

@@ -11,7 +11,7 @@ shorter than any window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -362,24 +362,28 @@ def _narrowed(config: Any) -> Iterator[Any]:
 def _narrow(text: Any, divisor: int) -> bool:
     """Divide hidden size and heads, whose width stays, and bound other sizes; return whether all can be divided."""
     _shorten(text)
-    for name, value in _numbers(text):
-        if name.endswith(("hidden_size", "heads", "n_head", "n_embd", "d_model", "d_ssm", "lru_width", "proj_dim")):
-            if value % divisor and "kv" not in name and "key_value" not in name:
-                return False
-            setattr(text, name, value // divisor or 1)  # a head of keys and values is shared by any number
-        elif name.endswith(("intermediate_size", "ffn_dim", "n_inner")):
-            setattr(text, name, min(value, NARROW // 4))
-        elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            setattr(text, name, min(value, MOST_EXPERTS))
-    sizes = getattr(text, "intermediate_size", None)
-    if isinstance(sizes, list):  # one for each layer (Gemma 3n)
-        text.intermediate_size = [min(size, NARROW // 4) for size in sizes]
+    by_layer = text.to_dict().get("per_layer_config", {})  # Gemma 4's layers differ in heads
+    for sizes in (vars(text), *by_layer.values()):
+        for name, value in _numbers(sizes):
+            if name.endswith(("hidden_size", "heads", "n_head", "n_embd", "d_model", "d_ssm", "lru_width", "proj_dim")):
+                if value % divisor and "kv" not in name and "key_value" not in name:
+                    return False
+                sizes[name] = value // divisor or 1  # a head of keys and values is shared by any number
+            elif name.endswith(("intermediate_size", "ffn_dim", "n_inner")):
+                sizes[name] = min(value, NARROW // 4)
+            elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+                sizes[name] = min(value, MOST_EXPERTS)
+    if by_layer:
+        text.per_layer_config = by_layer
+    ffn_sizes = getattr(text, "intermediate_size", None)
+    if isinstance(ffn_sizes, list):  # one for each layer (Gemma 3n)
+        text.intermediate_size = [min(size, NARROW // 4) for size in ffn_sizes]
     return True
 
 
 def _shorten(text: Any) -> None:
     """Bound vocabulary, windows and chunks of attention."""
-    for name, value in _numbers(text):
+    for name, value in _numbers(vars(text)):
         if "vocab_size" in name:
             setattr(text, name, min(value, 64))
         elif name.endswith(("window", "window_size", "chunk_size")):
@@ -388,6 +392,6 @@ def _shorten(text: Any) -> None:
         text.pad_token_id = 0  # within the small vocabulary
 
 
-def _numbers(text: Any) -> list[tuple[str, int]]:
+def _numbers(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the fields of a config that are whole numbers above 0."""
-    return [(name, value) for name, value in vars(text).items() if type(value) is int and value > 0]
+    return [(name, value) for name, value in fields.items() if type(value) is int and value > 0]

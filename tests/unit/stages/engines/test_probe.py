@@ -96,6 +96,20 @@ def test_a_large_model_is_probed_on_a_narrow_slice_of_its_first_layers() -> None
     assert config.num_hidden_layers == 48
 
 
+def test_a_slice_of_a_model_whose_layers_differ_in_heads_is_narrow() -> None:
+    """Gemma 4's global layers have fewer heads of keys, and wider ones."""
+    types = [*["sliding_attention"] * 5, "full_attention"]
+    fields = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 64}
+    fields |= {"global_head_dim": 128, "num_global_key_value_heads": 8, "attention_k_eq_v": True}
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, layer_types=types, **fields)
+    small = next(_narrowed(config)).per_layer_config
+    assert [(one.num_attention_heads, one.num_key_value_heads, one.head_dim) for one in small[4:]] == [
+        (2, 1, 64),
+        (2, 1, 128),
+    ]
+    assert probe(config, trust_remote_code=False).packs
+
+
 def test_a_slice_is_narrow_where_few_heads_are_shared_and_each_layer_has_a_size_of_its_own() -> None:
     small = next(_narrowed(AutoConfig.for_model("gemma3n_text")))  # 8 heads, 2 of keys and values
     assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (256, 1, 1)

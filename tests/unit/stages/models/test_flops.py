@@ -90,6 +90,17 @@ def test_a_window_limits_the_layers_that_have_one() -> None:
     assert flops.attention == (AttentionWork(width, None), AttentionWork(width, 4))
 
 
+def test_heads_of_two_widths_count_as_wide_as_they_are() -> None:
+    """Gemma 4's global layers have wider heads, for which its config has no one width."""
+    fields = {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "sliding_window": 4}
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHAPE | fields, layer_types=types))
+    windowed, full = 2 * 4 * (8 + 8), 4 * (16 + 16)
+    assert model_flops(model).attention == (AttentionWork(full, None), AttentionWork(windowed, 4))
+    assert model_flops(model, predicts_ahead=True).attention[0] == AttentionWork(2 * full, None)
+
+
 def test_packed_documents_do_not_attend_to_each_other() -> None:
     flops = ModelFlops(layer_parameters=0, head_parameters=0, attention=(AttentionWork(10, None),))
     assert flops.forward([8, 8], 0) == 2 * flops.forward([8], 0) < flops.forward([16], 0)
