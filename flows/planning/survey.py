@@ -52,7 +52,7 @@ from stages.hubs.registry import HUBS, hub_of, parse_source
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.media import SHOWN_TO_ANY, MediaKind
 from stages.models.picture_bounds import PictureBounds, usual_sampling, with_picture_bounds
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.models.shape import ModelShape
 
 if TYPE_CHECKING:

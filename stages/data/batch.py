@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from stages.models.media import ModelPart
+from stages.models.pixels import normalized
 
 IGNORED = -100
 """Target token id that marks a position without loss."""
@@ -90,7 +91,7 @@ class MediaInputs:
     """Media of a batch's documents, as the model's forward pass takes them; there may be none."""
 
     features: Mapping[str, torch.Tensor]
-    """Arguments of the model, such as `pixel_values`, of all media in the order of their documents."""
+    """Arguments of the model, such as `pixel_values`, of all media in the order of their documents; see `arguments`."""
     token_types: torch.Tensor
     """Kind of each token, int64 [rows, sequence]: 1 if it stands for a picture, 2 for a video, 0 for text."""
     spatial_positions: torch.Tensor | None
@@ -99,6 +100,14 @@ class MediaInputs:
     """First token, and token after the last, of each run of tokens that stand for media, in the flattened rows."""
     patches: Mapping[ModelPart, Sequence[int]] = field(default_factory=dict)
     """Number of patches of each picture, frame of a video and sound, by tower, by which their costs are counted."""
+    pixel_statistics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Mean and deviation, float32 [2, values], of the features whose pixels are bytes, uint8 [patches, values]."""
+
+    @property
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model: the features, with pixels as its processor normalises them."""
+        statistics = self.pixel_statistics.items()
+        return {**self.features, **{name: normalized(self.features[name], one) for name, one in statistics}}
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,8 @@ def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) ->
         if isinstance(value, torch.Tensor | Rollouts | Candidates | MediaInputs)
     }
     if isinstance(part, MediaInputs):
-        changed["features"] = {name: change(value) for name, value in part.features.items()}
+        for field_name in ("features", "pixel_statistics"):
+            changed[field_name] = {name: change(value) for name, value in getattr(part, field_name).items()}
     cached = {name: changed.pop(name) for name in changed.keys() - part.__dataclass_fields__.keys()}
     copy = replace(part, **changed)
     vars(copy).update(cached)

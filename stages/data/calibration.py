@@ -12,7 +12,7 @@ from stages.data.media.folder import MediaFolder
 from stages.data.messages import RowError, kind_of
 from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 
 
 def calibration_samples(

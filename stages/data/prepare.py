@@ -52,7 +52,7 @@ from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_lo
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
 from stages.models.media import MediaKind, MediaSize, ModelPart
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.models.recorded import ToolPrompt
 
 BAD_ROWS = "bad_rows.jsonl"

@@ -103,7 +103,7 @@ def _run(
     text = decoder.config.get_text_config()
     to_layers, to_batch = rows_of_layers(decoder, inputs)
     if inputs.media:
-        options |= inputs.media.features
+        options |= inputs.media.arguments
     if text._attn_implementation == PACKED_DOCUMENTS:
         # A document lies in one row, so that none is longer.
         longest = shape[1] if is_compiled else None

@@ -31,7 +31,7 @@ def with_media(batch: Batch, pictures: Sequence[Sequence[Medium]], processor: Me
     pictures: media of each of the batch's documents, in order, pictures in RGB.
     """
     assert len(pictures) == batch.documents.count, f"{len(pictures)} lists for {batch.documents.count} documents"
-    features = [processor.features(media) for media in pictures]
+    features = [processor.features(media, as_bytes=True) for media in pictures]
     seen = with_features(batch, features, processor)
     assert seen.inputs.media
     patches = processor.patches_by_tower([one.size for media in pictures for one in media], features)
@@ -51,8 +51,14 @@ def with_features(batch: Batch, features: Sequence[Mapping[str, Tensor]], proces
         for ids, number in zip(segments, numbers, strict=True)
     ]
     positions = torch.cat([one for one in spatial if one is not None], 1).view(3, *shape) if any_of(spatial) else None
-    media = MediaInputs(processor.merged(features), types, positions, _runs(types.flatten(), documents.lengths))
+    merged, runs = processor.merged(features), _runs(types.flatten(), documents.lengths)
+    statistics = {name: one for name, one in processor.pixel_statistics.items() if _is_bytes(merged.get(name))}
+    media = MediaInputs(merged, types, positions, runs, pixel_statistics=statistics)
     return replace(batch, inputs=replace(inputs, media=media))
+
+
+def _is_bytes(feature: Tensor | None) -> bool:
+    return feature is not None and feature.dtype == torch.uint8
 
 
 def any_of(spatial: Sequence[Tensor | None]) -> bool:

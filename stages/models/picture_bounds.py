@@ -20,7 +20,8 @@ from stages.core.files import read_json_object, write_atomically
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
 from stages.models.media import MAX_PIXELS
-from stages.models.processor import MediaProcessor, reads_media, scales_to_pixels
+from stages.models.processor import MediaProcessor, scales_to_pixels
+from stages.models.processor_files import reads_media
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import DataError, LifecycleError, ModelError
-from stages.core.files import read_json_object
 from stages.models import loading
-from stages.models.facts import PROCESSOR_FILES
 from stages.models.media import (
     KINDS,
     NOUNS,
@@ -37,6 +36,8 @@ from stages.models.media import (
     in_words,
     kind_of,
 )
+from stages.models.pixels import AS_BYTES, PIXELS, statistics_of
+from stages.models.processor_files import PARTS, reads_media
 from stages.models.tower import SPECTROGRAM, num_frames, num_patches, patch_side
 
 if TYPE_CHECKING:
@@ -56,20 +57,12 @@ DRAWN_SIZES: dict[MediaKind, tuple[MediaSize, MediaSize]] = {
     "audio": (SoundSize(16000, 16000), SoundSize(6000, 8000)),
 }
 """Sizes of the drawn media of each kind."""
-PARTS: dict[MediaKind, str] = {
-    "image": "image_processor",
-    "video": "video_processor",
-    "audio": "feature_extractor",
-}
-"""Attribute of a processor that takes the media of each kind."""
 ENDS_A_SECOND = 40
 """Part of a second, as 1 / 40, at the end of a sound by which it is found whether a processor takes all of it."""
 SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
 """Fields of a processor of videos that say which frames a model takes, and of what size."""
 GRID = "video_grid_thw"
 """Name of the feature that holds a video's frames, of which Qwen and GLM join two, and their height and width."""
-VALUES = ("pixel_values", "pixel_values_videos")
-"""Names of the features that hold patches of pictures and of videos' frames."""
 
 
 def needed_processor(folder: Path) -> MediaProcessor:
@@ -229,11 +222,32 @@ class MediaProcessor:
         is_whole = len(self.places(short)) == len(sizes) and self._tokens(text) == list(token_ids)
         return self._tokens(short) if is_whole else None
 
-    def features(self, media: Sequence[Medium]) -> dict[str, Tensor]:
-        """Return the model's inputs of one document's media, in order; nothing for none. Pictures are in RGB."""
+    def features(self, media: Sequence[Medium], *, as_bytes: bool = False) -> dict[str, Tensor]:
+        """Return the model's inputs of one document's media, in order; nothing for none. Pictures are in RGB.
+
+        as_bytes: pixels stay bytes where `pixel_statistics` has what they are normalised by.
+        """
         if not media:
             return {}
-        given = self._call([(one.size, _content(one)) for one in media])
+        contents = [(one.size, _content(one)) for one in media]
+        stay_bytes = as_bytes and all(PIXELS.get(kind_of(size)) in self.pixel_statistics for size, _ in contents)
+        return self._features(contents, **({"text": None, **AS_BYTES} if stay_bytes else {}))
+
+    @cached_property
+    def pixel_statistics(self) -> dict[str, Tensor]:
+        """Mean and deviation of each value of a patch, by the name of the feature; see `pixels`."""
+        found = {}
+        for kind, name in PIXELS.items():
+            # Whatever processors make of these options: pixels are then as they make them.
+            with suppress(Exception):
+                drawn = [(size, _content(self.drawn(size))) for size in DRAWN_SIZES[kind]]
+                # Without a text, too, whose tokens take a tenth of the time of its pictures.
+                raw, whole = self._features(drawn, text=None, **AS_BYTES), self._features(drawn)
+                found[name] = statistics_of(name, raw, whole, getattr(self._processor, PARTS[kind]))
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _features(self, media: Sequence[tuple[MediaSize, Any]], **options: Any) -> dict[str, Tensor]:
+        given = self._call(media, **options)
         found = {name: value for name, value in given.items() if name in self._arguments}
         return {name: self._without_sample(name, value) for name, value in found.items()}
 
@@ -386,9 +400,8 @@ class MediaProcessor:
             given["video_metadata"] = [size.metadata | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
         if sounds := [one for size, one in media if isinstance(size, SoundSize)]:
             given |= {"audio": sounds, "audio_kwargs": {"sampling_rate": self.sample_rate}}
-        found: Mapping[str, Any] = self._processor(
-            text=[text], return_tensors="pt", add_special_tokens=False, **given, **options
-        )
+        given = {"text": [text], "return_tensors": "pt", "add_special_tokens": False, **given, **options}
+        found: Mapping[str, Any] = self._processor(**given)
         return found
 
     def _ask(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
@@ -433,7 +446,7 @@ class MediaProcessor:
         outputs = self._blank_call((size,))
         if SPECTROGRAM in outputs:
             return (self._num_frames(outputs[SPECTROGRAM]),)
-        values = next(outputs[name] for name in VALUES if name in outputs)
+        values = next(outputs[name] for name in PIXELS.values() if name in outputs)
         number = num_patches(values.shape, patch_side(self.config))
         if not isinstance(size, VideoSize):
             return (number,)
@@ -517,7 +530,7 @@ class MediaProcessor:
                 f"the processor in {self.folder} makes other tokens of a text with {noun}s than its tokenizer makes "
                 f"of the text that it says it wrote, so it cannot be trained on rows with {noun}s; take another model"
             )
-        if kind != "image" and VALUES[0] in outputs:
+        if kind != "image" and PIXELS["image"] in outputs:
             raise ModelError(
                 f"the processor in {self.folder} gives {noun}s and pictures one name, so that a document with both "
                 f"could not be trained on; take another model for rows with {noun}s"
@@ -545,23 +558,6 @@ class MediaProcessor:
     def _without_sample(self, name: str, value: Tensor) -> Tensor:
         value = value[0] if name in self._with_sample else value
         return value.float() if value.is_floating_point() else value  # Llama 4's processor gives bf16
-
-
-def reads_media(folder: Path) -> bool:
-    """Return whether a model folder has a processor of media beside its tokenizer."""
-    return any((folder / name).is_file() for name in PROCESSOR_FILES)
-
-
-def settings_of(kind: MediaKind, folder: Path) -> dict[str, Any] | None:
-    """Return the settings of what takes a kind of media in a model folder, from its files; None if nothing does."""
-    whole, of_pictures, of_videos = (folder / name for name in PROCESSOR_FILES)
-    found = read_json_object(whole).get(PARTS[kind]) if whole.is_file() else None
-    own = of_videos if kind == "video" else of_pictures
-    if found or not own.is_file():
-        return found
-    settings = read_json_object(own)
-    # One file is of a processor of pictures, or of sounds.
-    return settings if kind == "video" or ("sampling_rate" in settings) == (kind == "audio") else None
 
 
 def scales_to_pixels(image_processor: Any) -> bool:

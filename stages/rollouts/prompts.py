@@ -18,7 +18,7 @@ from stages.data.messages import Conversation, Document, PlainText, RowError, To
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.media import MediaKind
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.models.recorded import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.environments.episodes import EpisodeStart

@@ -31,7 +31,7 @@ from stages.data.media.addresses import kind_of_address
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
 from stages.models.media import HeardSound, MediaKind, TakenFrames
-from stages.models.processor import reads_media, settings_of
+from stages.models.processor_files import reads_media, settings_of
 from stages.models.recorded import Predicted, trained_on_media
 from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
 from stages.serving.pictures import Limits

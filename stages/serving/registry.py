@@ -12,7 +12,7 @@ from stages.core.errors import ModelError, RecipeError, ResourceError
 from stages.core.files import read_json_object
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.model_folder import holds_gguf
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp

@@ -28,7 +28,7 @@ from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.loading import class_with_head, load_config
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.parallel.layout import Layout
 from tests.zoo.media import MEDIA_FAMILIES
 from tests.zoo.models import FAMILIES, load, tiny_model

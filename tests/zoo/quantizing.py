@@ -16,7 +16,7 @@ from stages.core.errors import RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import METHODS
 from stages.kinds.quantize.run import quantized, run
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from tests.zoo.pictures import picture
 from tests.zoo.table import YES
 from tests.zoo.tokenizer import text_of

@@ -103,7 +103,7 @@ class DrawnDocuments:
         assert media
         accepted = signature(model.forward).parameters
         types = {name: media.token_types for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
-        return {"input_ids": batch.inputs.input_ids, **media.features, **types}
+        return {"input_ids": batch.inputs.input_ids, **media.arguments, **types}
 
     def _batch(self, ids: Sequence[Tensor], features: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> Batch:
         in_dtype = [

@@ -23,7 +23,7 @@ from stages.harnesses.lm_eval.picture_tasks import ChatText, show_pictures
 from stages.harnesses.lm_eval.scoring import MAX_SHOWN, load_tasks, named_mistakes, render_prompt
 from stages.harnesses.lm_eval.tasks import TaskSelection, metrics_of_tasks
 from stages.harnesses.scores import score_metrics
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100

@@ -20,7 +20,7 @@ from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.teacher import check_teacher
 from stages.models.facts import ModelFacts
 from stages.models.loading import Head, model_without_weights
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import media_kinds

@@ -20,7 +20,7 @@ from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
 from stages.models.facts import ModelFacts
-from stages.models.processor import reads_media
+from stages.models.processor_files import reads_media
 from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count

@@ -1,5 +1,6 @@
 """A model's processor is asked about pictures by their size alone, and says what it says of the pictures themselves."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from stages.core.errors import DataError, ModelError
+from stages.engines.fsdp.packed import packed
+from stages.engines.media import with_media
 from stages.models.media import VideoSize
 from stages.models.processor import MediaProcessor
 from stages.models.tower import num_patches, patch_side
@@ -54,6 +57,43 @@ def test_documents_are_merged_to_what_one_call_gives(folder: Path) -> None:
     assert merged.keys() <= given.keys()
     for name, value in merged.items():
         assert torch.equal(value, given[name]), name
+
+
+def test_pixels_that_stay_bytes_become_the_features_of_the_processor(folder: Path) -> None:
+    """Pictures and a video, with what is not normalised later (Gemma 3's) as the processor makes it."""
+    media, reference = MediaProcessor(folder), AutoProcessor.from_pretrained(folder)
+    pictures = [*map(picture, SIZES)]
+    parts = [[*media.token_ids(size), 5] for size in SIZES]
+    ids = [torch.tensor(parts[0] + parts[1]), torch.tensor(parts[2])]
+    inputs = with_media(packed(ids), [pictures[:2], pictures[2:]], media).inputs.media
+    assert inputs is not None
+    given = reference.image_processor(pictures, return_tensors="pt")
+    assert all(torch.equal(value, given[name]) for name, value in inputs.arguments.items())
+    assert (inputs.features["pixel_values"].dtype == torch.uint8) == ("image_grid_thw" in given)
+
+
+def test_pixels_of_videos_stay_bytes_too(tmp_path: Path) -> None:
+    media = MediaProcessor(save_family("qwen3_vl", tmp_path))
+    video = media.drawn(VideoSize(80, 48, 30, 10.0), seed=1)
+    inputs = with_media(packed([torch.tensor(media.token_ids(video.size))]), [[video]], media).inputs.media
+    assert inputs is not None
+    assert inputs.features["pixel_values_videos"].dtype == torch.uint8
+    assert inputs.arguments["pixel_values_videos"].equal(media.features([video])["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("change", [{"do_normalize": False}, {"image_std": 0.25}, {"rescale_factor": 1 / 256}])
+def test_processors_that_normalise_otherwise_are_followed(change: dict[str, Any], tmp_path: Path) -> None:
+    save_family("qwen2_5_vl", tmp_path)
+    file = tmp_path / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"] |= change
+    file.write_text(json.dumps(content))
+    media, reference = MediaProcessor(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    (size,) = SIZES[:1]
+    inputs = with_media(packed([torch.tensor(media.token_ids(size))]), [[picture(size)]], media).inputs.media
+    given = reference.image_processor([picture(size)], return_tensors="pt")
+    assert inputs is not None
+    assert inputs.arguments["pixel_values"].equal(given["pixel_values"])
 
 
 def test_other_numbers_of_placeholders_and_pictures_are_refused(folder: Path) -> None:
