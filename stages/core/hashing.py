@@ -13,7 +13,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,32 @@ def sha256_of_files(
             many.keep(known | hashed)
 
 
+def digest_of_many(source: str, statuses: Mapping[str, os.stat_result], compute: Callable[[], str]) -> str:
+    """Return the digest that `compute` makes of many files and of what `source` says of them, once while none changes.
+
+    statuses: of the files, by name. Names, sizes, times and inodes tell a change, as of each file.
+    """
+    if len(statuses) < MANY_FILES:
+        return compute()
+    times = array("Q")
+    for status in statuses.values():
+        times.extend(_times(status))
+    listing = hashlib.sha256("\0".join((source, *statuses)).encode(errors="surrogateescape"))
+    listing.update(times)
+    key = f"{len(statuses)} files|{listing.hexdigest()}"
+    if known := _lookup(key):
+        return known
+    digest = compute()
+    if max(max(times[1::4]), max(times[2::4])) < _settled_ns():
+        _keep(key, digest)
+    return digest
+
+
+def _settled_ns() -> int:
+    """Return the time before which a file's last change tells its next one."""
+    return time.time_ns() - int(SETTLED_S * 1e9)
+
+
 @dataclass(frozen=True)
 class _ManyFiles:
     """Many files below one folder, of any size, whose hashes are cached together, as one row of the database.
@@ -123,7 +150,7 @@ class _ManyFiles:
 
     def keep(self, digests: Mapping[str, str]) -> None:
         """Cache digests, but of files that changed within the last seconds."""
-        before_ns = time.time_ns() - int(SETTLED_S * 1e9)
+        before_ns = _settled_ns()
         kept = self._kept()
         for name, digest in digests.items():
             times = _times(self.statuses[name])
@@ -147,7 +174,8 @@ class _ManyFiles:
 
 
 def _times(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    # Of a file from before 1970, too, an unsigned number.
+    return status.st_size, status.st_mtime_ns % 2**64, status.st_ctime_ns, status.st_ino
 
 
 def _key(path: str, status: os.stat_result) -> str:

@@ -6,11 +6,12 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
-from stages.core.hashing import sha256_of_files
+from stages.core.hashing import digest_of_many, sha256_of_files
 from stages.core.redaction import shortened
 from stages.hubs.delivery import Progress, check_disk
 from stages.hubs.hub import Request, Source
@@ -21,10 +22,16 @@ class Files:
     """Hub for local files, which copies them; a revision is a hash of the names and contents of the copied files."""
 
     def resolve_revision(self, request: Request) -> str:
-        root, statuses = _requested(request)
+        root, statuses = _found(request)
+
+        def compute() -> str:
+            selected = {name: statuses[name] for name in select_files(request, sorted(statuses))}
+            files = {name: root + name for name in selected}
+            return content_hash(sha256_of_files(files, request.limit_s, selected).items())
+
         try:
-            files = {name: root + name for name in statuses}
-            return content_hash(sha256_of_files(files, request.limit_s, statuses).items())
+            source = f"{os.path.realpath(root)} {replace(request, limit_s=None)}"
+            return digest_of_many(source, statuses, compute)
         except OSError as error:
             raise DownloadError(f"{request.source} cannot be read: {error}") from error
 
@@ -43,18 +50,20 @@ class Files:
 
 HUB = Files()
 ALL_READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+USUAL_BITS, USUAL_MODE = 0o170000 | ALL_READ, stat.S_IFREG | ALL_READ
+"""Bits of a status by which most files need no look of their own: they are regular, and all may read them."""
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 """Characters by which Python stands for bytes of a file's name that are not UTF-8."""
 
 
 def requested_files(request: Request) -> dict[str, Path]:
     """Return the paths of the requested local files, by name. Raises DownloadError."""
-    root, statuses = _requested(request)
-    return {name: Path(root + name) for name in statuses}
+    root, statuses = _found(request)
+    return {name: Path(root + name) for name in select_files(request, sorted(statuses))}
 
 
-def _requested(request: Request) -> tuple[str, dict[str, os.stat_result]]:
-    """Return the requested local files by name, links followed, and the text before their names. Raises DownloadError.
+def _found(request: Request) -> tuple[str, dict[str, os.stat_result]]:
+    """Return local files by name, links followed, and the text before their names. Raises DownloadError.
 
     The name is that of a file, or its path in a folder. Of 100,000 pictures, each is looked at once, and has no Path.
     """
@@ -73,7 +82,7 @@ def _requested(request: Request) -> tuple[str, dict[str, os.stat_result]]:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
     if not files:
         raise DownloadError(f"file://{path} is an empty folder")
-    return root, {name: files[name] for name in select_files(request, sorted(files))}
+    return root, files
 
 
 def _exists(path: Path) -> bool:
@@ -91,14 +100,16 @@ def _walk(folder: Path) -> dict[str, os.stat_result]:
         parent, begin = folders.pop()
         with os.scandir(parent) as entries:
             for entry in entries:
+                name = begin + entry.name
                 if entry.name.startswith("."):
                     continue
                 if entry.is_symlink():
                     _check_link(Path(entry.path), folder)
                 if entry.is_dir():
-                    folders.append((entry.path, f"{begin}{entry.name}/"))
-                else:
-                    files[begin + entry.name] = status = entry.stat()
+                    folders.append((entry.path, f"{name}/"))
+                    continue
+                files[name] = status = entry.stat()
+                if status.st_mode & USUAL_BITS != USUAL_MODE or not name.isascii():
                     _check_readable_file(entry.path, folder, status)
     return files
 

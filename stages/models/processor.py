@@ -236,15 +236,15 @@ class MediaProcessor:
     @cached_property
     def pixel_statistics(self) -> dict[str, Tensor]:
         """Mean and deviation of each value of a patch, by the name of the feature; see `pixels`."""
-        found = {}
+        statistics = {}
         for kind, name in PIXELS.items():
             # Whatever processors make of these options: pixels are then as they make them.
             with suppress(Exception):
                 drawn = [(size, _content(self.drawn(size))) for size in DRAWN_SIZES[kind]]
                 # Without a text, too, whose tokens take a tenth of the time of its pictures.
                 raw, whole = self._features(drawn, text=None, **AS_BYTES), self._features(drawn)
-                found[name] = statistics_of(name, raw, whole, getattr(self._processor, PARTS[kind]))
-        return {name: one for name, one in found.items() if one is not None}
+                statistics[name] = statistics_of(name, raw, whole, getattr(self._processor, PARTS[kind]))
+        return {name: one for name, one in statistics.items() if one is not None}
 
     def _features(self, media: Sequence[tuple[MediaSize, Any]], **options: Any) -> dict[str, Tensor]:
         given = self._call(media, **options)

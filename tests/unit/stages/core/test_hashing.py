@@ -14,7 +14,7 @@ import pytest
 
 from stages.core import hashing
 from stages.core.errors import TransientError
-from stages.core.hashing import ENTRY, MIN_CACHED_BYTES, sha256_of_files
+from stages.core.hashing import ENTRY, MIN_CACHED_BYTES, digest_of_many, sha256_of_files
 
 PROGRAM = """
 import signal, sys
@@ -137,6 +137,33 @@ def test_many_small_files_are_read_once(tmp_path, kept):
     again = sha256_of_files(files)
     assert again.pop("7.png") == hashlib.sha256(b"other").hexdigest()
     assert {*again.values()} == {"00" * 32}
+
+
+def test_the_digest_of_many_files_is_made_again_when_one_of_them_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashing, "SETTLED_S", -1)
+    files = [tmp_path / f"{number}.png" for number in range(hashing.MANY_FILES)]
+    for path in files:
+        path.write_text("same")
+    os.utime(files[0], (-5, -5))  # a photograph from before 1970
+    made = []
+
+    def digest(source="pictures"):
+        statuses = {path.name: path.stat() for path in sorted(tmp_path.glob("*.png"))}
+        return digest_of_many(source, statuses, lambda: made.append(source) or f"{len(made)}")
+
+    assert [digest(), digest()] == ["1", "2"]  # none is kept while a time lies beyond what tells the next change
+    os.utime(files[0], (5, 5))
+    assert [digest(), digest(), digest("pictures of another recipe"), digest()] == ["3", "3", "4", "3"]
+    times = files[7].stat()
+    files[7].write_text("else")  # of the same size, and as old as before
+    os.utime(files[7], ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert [digest(), digest()] == ["5", "5"]
+    files[8].rename(tmp_path / "a.png")
+    assert [digest(), digest()] == ["6", "6"]
+    (tmp_path / "b.png").write_text("same")
+    assert digest() == "7"
+    (tmp_path / "b.png").unlink()
+    assert digest() == "6"
 
 
 def test_the_next_look_at_many_files_goes_on_where_the_limit_ended_the_last(tmp_path, monkeypatch):
