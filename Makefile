@@ -26,7 +26,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray reasoning-gym shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray reasoning-gym shared-store skypilot trackers verifiers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -191,6 +191,15 @@ ray: .venv-ray/.ready
 	@$(INSTALL) --python .venv-ray/bin/python --requirement $<
 	@touch $@
 
+# Only for the nightly part `harnesses`: OpenAI's client and verifiers, as agent programs have them.
+verifiers: .venv-verifiers/.ready
+
+.venv-verifiers/.ready: $(PINS)/verifiers.txt | .venv/bin/uv
+	@echo "Installing verifiers into .venv-verifiers …"
+	@$(PYTHON) -m venv .venv-verifiers
+	@$(INSTALL) --python .venv-verifiers/bin/python --requirement $<
+	@touch $@
+
 # Only for the nightly part `object storage`: Azure's storage on this machine, which needs Node.js.
 azurite: build/azurite/node_modules/.bin/azurite-blob
 
@@ -224,6 +233,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
 	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
 	$(COMPILE) $(PINS)/ray.in -o $(PINS)/ray.txt
+	$(COMPILE) $(PINS)/verifiers.in -o $(PINS)/verifiers.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
 	sed -i -E '/^($(BUILT_FOR_A_DEVICE))==/,/^    # via/ { s/^(torch==[0-9.]*)\+cpu/\1/; s/ \\$$//; /--hash=/d }' $(PINS)/*.txt
 	$(subst 3.11,3.12,$(COMPILE)) --no-deps $(addprefix --constraint $(PINS)/,pipeline.txt test.txt) \
@@ -244,4 +254,4 @@ release: .venv/bin/uv
 	$(UV) build --wheel --clear
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-reasoning-gym .venv-skypilot .venv-ray
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-reasoning-gym .venv-skypilot .venv-ray .venv-verifiers

@@ -24,7 +24,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PERMITTED = """
@@ -175,8 +175,10 @@ NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
 """Number of file access rights in each version of Landlock, from version 0; later versions have as many as the last."""
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
 """First versions of Linux's Landlock that can restrict network connections (4) and signals to other processes (6)."""
-BIND_AND_CONNECT, CONNECT = 0b11, 0b10
+BIND, CONNECT = 0b01, 0b10
 ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
+FREE_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the range of the ports that the kernel gives to servers that ask for any."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -188,29 +190,34 @@ def landlock_version() -> int:
 
 def hide_other_processes() -> None:
     """Keep this process from other processes' memory and environment; raise OSError without Landlock."""
-    _restrict(struct.pack("Q", MAKE_DEVICE), {})  # any rule makes a domain, which sees no process outside it
+    _restrict(struct.pack("Q", MAKE_DEVICE), {}, {})  # any rule makes a domain, which sees no process outside it
     _drop_capabilities(CAP_SYS_ADMIN, CAP_PERFMON)  # with which root would see them all the same
 
 
-def restrict_files(readable: Iterable[Path], writable: Iterable[Path], port: int | None = None) -> None:
+def restrict_files(readable: Iterable[Path], writable: Iterable[Path], ports: Mapping[int, int] | None = None) -> None:
     """Restrict this process by Landlock to files beneath these paths; missing paths are ignored.
 
-    Where the kernel can, no TCP port is opened either, but that of `port`, which is connected to, and no signal sent
-    beyond this restriction. Landlock does not
-    cover owners, modes and times of files, nor before Linux 6.2 their length: such system calls must be refused too.
-    Raises OSError where there is no Landlock.
+    Where the kernel can, no TCP port is opened either, but for what `ports` permits: BIND or CONNECT by the number of
+    the port. Nor is a signal sent beyond this restriction. Landlock does not cover owners, modes and times of files,
+    nor before Linux 6.2 their length: such system calls must be refused too. Raises OSError where there is no Landlock.
     """
     known = landlock_version()
     # Only rights that this kernel knows: it refuses a ruleset with an unknown bit.
     every_right = (1 << NUM_RIGHTS[min(known, len(NUM_RIGHTS) - 1)]) - 1
     attributes = struct.pack("Q", every_right)
-    attributes += struct.pack("Q", BIND_AND_CONNECT) if known >= NETWORK_VERSION else b""
+    attributes += struct.pack("Q", BIND | CONNECT) if known >= NETWORK_VERSION else b""
     attributes += struct.pack("Q", ABSTRACT_SOCKETS_AND_SIGNALS) if known >= SCOPE_VERSION else b""
     allowed = dict.fromkeys(readable, READING) | dict.fromkeys(writable, every_right & ~EXECUTE)
-    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()}, port)
+    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()}, ports or {})
 
 
-def _restrict(attributes: bytes, allowed: dict[Path, int], port: int | None = None) -> None:
+def ports_of_own_servers() -> dict[int, int]:
+    """Return what a process needs that connects to servers of its own: the system's free ports, and any of them."""
+    first, last = map(int, FREE_PORTS.read_text().split())
+    return {0: BIND, **dict.fromkeys(range(first, last + 1), CONNECT)}
+
+
+def _restrict(attributes: bytes, allowed: dict[Path, int], ports: Mapping[int, int]) -> None:
     """Make a Landlock ruleset and restrict this process's file access by it.
 
     attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows.
@@ -223,8 +230,8 @@ def _restrict(attributes: bytes, allowed: dict[Path, int], port: int | None = No
         # `=`: the kernel's `struct landlock_path_beneath_attr` is packed, 12 bytes without padding.
         _checked_errno(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", of_kind, opened), 0))
         os.close(opened)
-    if port is not None:
-        _checked_errno(_libc.syscall(ADD_RULE, rules, PORT, struct.pack("QQ", CONNECT, port), 0))
+    for port, rights in ports.items():
+        _checked_errno(_libc.syscall(ADD_RULE, rules, PORT, struct.pack("QQ", rights, port), 0))
     # Landlock and seccomp ask for it of a process without privileges: no setuid program may get more rights.
     _checked_errno(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _checked_errno(_libc.syscall(RESTRICT_SELF, rules, 0))

@@ -160,7 +160,7 @@ def play_all(
     def sample(requests: Sequence[TurnRequest]) -> list[ServedTurn]:
         return sample_turns(served, options, requests)
 
-    with environment.opened() as make, kept.open("a", encoding="utf-8") as stream:
+    with environment.opened(kept.parent) as make, kept.open("a", encoding="utf-8") as stream:
         episodes = Episodes(environment, make, reader, served.context_tokens, options.max_tokens, request_seed)
         for some in (missing[begin : begin + size] for begin in range(0, len(missing), size)):
             starts = [prompts[prompt].episode(seed_of(options, prompt, number)) for prompt, number in some]

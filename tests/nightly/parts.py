@@ -80,9 +80,9 @@ PARTS = (
     ),
     Part(
         "harnesses",
-        "EvalScope scores question sets, with pictures too; BFCL judges calls, which are read as by vLLM",
+        "EvalScope scores question sets, with pictures too; BFCL judges calls, read as by vLLM; verifiers acts",
         ("unit/stages/kinds/evaluate", "unit/stages/rollouts"),
-        makes="evalscope bfcl",
+        makes="evalscope bfcl verifiers",
     ),
     Part(
         "trackers",

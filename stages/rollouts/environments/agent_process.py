@@ -35,10 +35,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """Command of a program. words: of its command line. folder: where it runs. limits: as of the launcher."""
+    """Command of a program. words: of its command line. folder: where it runs. homes: folder of its home folders.
+
+    limits: as of the launcher.
+    """
 
     words: Sequence[str]
     folder: Path
+    homes: Path
     limits: Mapping[str, Any]
 
 
@@ -49,11 +53,13 @@ class AgentProcess:
         self, command: AgentCommand, variables: Mapping[str, str], question: Any, on_end: Callable[[Ended], None]
     ) -> None:
         """Start the program, with a question in JSON as its standard input. on_end: called in a thread, at its end."""
-        home = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+        home = tempfile.TemporaryDirectory(dir=command.homes, ignore_cleanup_errors=True)
         token = os.urandom(16).hex()
+        # What the program starts in sessions of its own bears the stage's token, too, for those that end a dead stage.
+        tokens = ":".join(filter(None, [os.environ.get(TOKEN_VARIABLE), token]))
         environment = bare_environment(Path(home.name))
         path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-        own = {TOKEN_VARIABLE: token, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        own = {TOKEN_VARIABLE: tokens, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
         # Only this process holds the writing end: its end closes the pipe, and the program is killed.
         lifeline, held = os.pipe()
         try:

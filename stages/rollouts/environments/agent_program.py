@@ -1,9 +1,10 @@
 """Launcher of an agent program: `python -m stages.rollouts.environments.agent_program LIMITS WORD…`.
 
-LIMITS is JSON: `memory_bytes` (address space of each process), `port` (of the gateway), `readable` (paths). The process
-confines itself, and becomes the program. It writes to its home folder alone, and reads the installation of its command,
-the system's files and the paths. Of the network it reaches one port, by TCP. It sees no other process's environment,
-and from Linux 6.12 on signals none. Landlock's rule of ports needs Linux 6.7: before, files and ports are as they were.
+LIMITS is JSON: `memory_bytes` (address space of each process), `port` (of the gateway), `readable` (paths),
+`own_servers`. The process confines itself, and becomes the program. It writes to its home folder alone, and reads the
+installation of its command, the system's files and the paths. Of the network it reaches one port, by TCP; with
+`own_servers` also the system's free ports, on one of which it may listen. It sees no other process's environment, and
+from Linux 6.12 on signals none. Landlock's rule of ports needs Linux 6.7: before, files and ports are as they were.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ def main(limits: str, *words: str) -> None:
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()
     if code_program.landlock_version() >= code_program.NETWORK_VERSION:
-        code_program.restrict_files(readable, writable, port=asked["port"])
+        ports = code_program.ports_of_own_servers() if asked["own_servers"] else {}
+        code_program.restrict_files(readable, writable, {**ports, asked["port"]: code_program.CONNECT})
     with contextlib.suppress(OSError):  # without libseccomp; Landlock has restricted TCP
         code_program.permit_tcp_only()
     os.execve(executable, [words[0], *words[1:]], environment)  # noqa: S606 - the recipe's program

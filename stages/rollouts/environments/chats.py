@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.data.json_values import DECODER, flaw_of
-from stages.data.messages import THOUGHTS, Message, RowError, Tool, parse_messages, parse_tools
+from stages.data.messages import ROLES, THOUGHTS, Message, RowError, Tool, parse_messages, parse_tools
 from stages.rollouts.environments.environment import Action
 
 MODEL = "policy"
 """Name by which programs ask for the model."""
-READ = frozenset({"model", "messages", "tools", "stream"})
+ROLES_OF_CLIENTS = {role: role for role in ROLES} | {"developer": "system"}
+"""Role of a message by its name in OpenAI's API, which has two names for the system's."""
+READ = frozenset({"model", "messages", "tools", "stream", "stream_options"})
 OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-IGNORED = frozenset({*OF_SAMPLING, "stream_options", "user", "metadata", "store", "service_tier"})
+IGNORED = frozenset(
+    {*OF_SAMPLING, "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+)
 """Fields of a request that change nothing, as the recipe says how tokens are sampled and how many."""
 WITHOUT_EFFECT: dict[str, Any] = {
     "n": 1,
@@ -50,11 +54,15 @@ class RefusedRequestError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Request for a turn. raw: its messages, unread. streams: the answer is sent in events."""
+    """Request for a turn. raw: its messages, unread. streams: the answer is sent in events.
+
+    shows_usage: events end with the numbers of tokens.
+    """
 
     raw: list[dict[str, Any]]
     tools: tuple[Tool, ...]
     streams: bool
+    shows_usage: bool
 
     @classmethod
     def parsed(cls, body: bytes) -> "ChatRequest":
@@ -83,13 +91,15 @@ class ChatRequest:
             tools = parse_tools(asked)
         except RowError as error:
             raise RefusedRequestError(f"the request {error}") from error
-        return cls(messages, tools, bool(asked.get("stream")))
+        options = asked.get("stream_options")
+        shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return cls(messages, tools, bool(asked.get("stream")), shows_usage)
 
 
 def read_messages(raw: Sequence[dict[str, Any]]) -> list[Message]:
     """Return checked messages, of text alone. Raises RefusedRequestError."""
     try:
-        messages = parse_messages(list(raw), "messages")
+        messages = parse_messages(list(raw), "messages", roles=ROLES_OF_CLIENTS)
     except RowError as error:
         raise RefusedRequestError(f"the request {error}") from error
     if any(isinstance(message["content"], list) for message in messages):
@@ -118,16 +128,20 @@ def comparable(message: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """Answer to a chat request: the model's message, in OpenAI's form, and the reason for its end."""
+    """Answer to a chat request: the model's message, in OpenAI's form, and the reason for its end.
+
+    num_tokens: as of `Action`.
+    """
 
     message: dict[str, Any]
     finish_reason: str
+    num_tokens: tuple[int, int]
 
     @classmethod
     def of(cls, action: Action, turn: int) -> "ChatAnswer":
         """Return the answer with a turn of the model, by its number; calls that cannot be read stay text."""
         if not action.calls:
-            return cls({"role": "assistant", "content": action.text}, "stop")
+            return cls({"role": "assistant", "content": action.text}, "stop", action.num_tokens)
         calls = [
             {
                 "id": f"call_{turn}_{number}",
@@ -137,7 +151,8 @@ class ChatAnswer:
             for number, call in enumerate(action.calls)
         ]
         content = action.before.strip() or None
-        return cls({"role": "assistant", "content": content, "tool_calls": calls}, "tool_calls")
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        return cls(message, "tool_calls", action.num_tokens)
 
     @property
     def calls(self) -> list[str]:
@@ -147,9 +162,14 @@ class ChatAnswer:
     @property
     def content(self) -> dict[str, Any]:
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
-        return {**_head("chat.completion"), "choices": [choice]}
+        return {**_head("chat.completion"), "choices": [choice], "usage": self._usage}
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    @property
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = self.num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def events(self, shows_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the answer in the events of a stream."""
         calls = [{"index": number, **call} for number, call in enumerate(self.message.get("tool_calls", ()))]
         parts: list[dict[str, Any]] = [{"role": "assistant", "content": self.message["content"] or ""}]
@@ -157,6 +177,8 @@ class ChatAnswer:
         for delta in parts:
             yield self._event({"index": 0, "delta": delta, "finish_reason": None})
         yield self._event({"index": 0, "delta": {}, "finish_reason": self.finish_reason})
+        if shows_usage:
+            yield {**_head("chat.completion.chunk"), "choices": [], "usage": self._usage}
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**_head("chat.completion.chunk"), "choices": [choice]}

@@ -3,10 +3,12 @@
 A new environment is a module here and a line in `registry.py`.
 """
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, Field, JsonValue, PositiveInt
@@ -32,13 +34,15 @@ class Action:
     """Turn of the model, as an environment sees it.
 
     text: without the end token. calls: those that were read from it. malformed: the reason why what looks like a call
-    could not be read; None where all could. before: text before the first call.
+    could not be read; None where all could. before: text before the first call. num_tokens: of all that was read
+    before the turn, and of the turn.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
     malformed: str | None = None
     before: str = ""
+    num_tokens: tuple[int, int] = (0, 0)
 
     @property
     def message(self) -> Message:
@@ -77,10 +81,10 @@ class Environment(Protocol):
     def step(self, action: Action) -> Step:
         """Let the model act. Raises DataError when the environment itself fails."""
 
-    def cut_short(self, text: str | None) -> float:
+    def cut_short(self, last: Action | None) -> float:
         """Learn that the episode ended at a bound; return the reward for what was done until then.
 
-        text: of the model's last turn, where the bound cut it off.
+        last: the model's last turn, where the bound cut it off.
         """
         return 0.0
 
@@ -185,16 +189,16 @@ class EnvironmentConfig(StrictModel, ABC):
         return iter(())
 
     @abstractmethod
-    def opened(self) -> AbstractContextManager[MakeEnvironment]:
+    def opened(self, folder: Path) -> AbstractContextManager[MakeEnvironment]:
         """Open what the episodes share, and yield the function that makes an episode's environment.
 
-        Raises a LifecycleError for something missing.
+        folder: of the stage, for temporary files. Raises a LifecycleError for something missing.
         """
 
     def opening_problems(self) -> Iterator[LifecycleError]:
         """Open the environment once; yield the error of one that cannot work, such as with a missing folder."""
         try:
-            with self.opened():
+            with tempfile.TemporaryDirectory() as folder, self.opened(Path(folder)):
                 pass
         except LifecycleError as error:
             yield error

@@ -133,8 +133,8 @@ class Episode:
     num_malformed: int = 0
     num_failed: int = 0
     num_cut: int = 0
-    cut_text: str | None = None
-    """Text of the model's last turn, where it was cut off."""
+    cut: Action | None = None
+    """Last turn of the model, where it was cut off."""
     turns: list[Action] = field(default_factory=list)
     """Actions of the model, turn by turn, without that of a turn that was cut off."""
     answers: list[tuple[Message, ...]] = field(default_factory=list)
@@ -265,7 +265,7 @@ class Episodes:
     def _close(self, episode: Episode) -> None:
         """Free what an episode that is over holds, after its environment has rewarded one that a bound has ended."""
         if episode.end != "done":
-            episode.reward += episode.environment.cut_short(episode.cut_text)
+            episode.reward += episode.environment.cut_short(episode.cut)
         episode.environment.close()
 
     def _with_observation(self, start: EpisodeStart, text: str) -> EpisodeStart:
@@ -295,12 +295,15 @@ class Episodes:
 
     def _acted(self, episode: Episode, turn: SampledTurn) -> Action | None:
         """Append the model's turn to an episode, and return what the model did; None ends the episode."""
+        num_tokens = len(episode.token_ids), len(turn.token_ids)
         episode.segments.append(Segment("model", turn.token_ids, turn.log_probabilities))
         episode.text = turn.text
         acted = episode.reader.read(turn)
         if acted is None:
-            episode.end, episode.cut_text = "tokens", episode.reader.tokenizer.decode(turn.token_ids)
-        return acted
+            text = episode.reader.tokenizer.decode(turn.token_ids)
+            episode.end, episode.cut = "tokens", Action(text, num_tokens=num_tokens)
+            return None
+        return replace(acted, num_tokens=num_tokens)
 
     def _go_on(self, episode: Episode, acted: Action, step: Step) -> None:
         """Append the environment's answer to an episode, and end it at a bound."""

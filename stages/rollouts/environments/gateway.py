@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import queue
 import secrets
 import socket
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from stages.data.messages import Message, Tool
 from stages.rollouts.environments.chats import (
@@ -36,6 +38,10 @@ BODY_TIMEOUT_S = 60.0
 MAX_CONNECTIONS = 1024
 LINGER_S = 2.0
 """Time in seconds for which a refused program's further data are read, so that it can read the refusal."""
+RETRIES = "X-Stainless-Retry-Count"
+"""Header by which OpenAI's clients say that they repeat a request whose answer they did not get in time."""
+MODEL_SHOWN = {"id": MODEL, "object": "model", "created": 0, "owned_by": "llm-lifecycle"}
+MODELS = {"/v1/models": {"object": "list", "data": [MODEL_SHOWN]}, f"/v1/models/{MODEL}": MODEL_SHOWN}
 ONE_CONVERSATION = "an episode is one conversation, with one request at a time"
 GROWS = (
     "is not what the conversation has there: it may only grow, so send what was sent before, the answers as they were "
@@ -71,6 +77,10 @@ class Session:
         self._is_busy = False
         self._over: RefusedRequestError | None = None
         self._pending: asyncio.Future[ChatAnswer] | None = None
+        self._num_asked = 0
+        """Number of messages of the request that was taken last."""
+        self.repeating = asyncio.Lock()
+        """Held while a repeated request is read."""
 
     def answer(self, answer: ChatAnswer) -> None:
         """Answer the request that was taken last."""
@@ -102,9 +112,16 @@ class Session:
             self._check_new(new)
         self._pending = self._loop.create_future()
         self._history += map(comparable, request.raw[known:])
-        self._tools = request.tools
+        self._tools, self._num_asked = request.tools, len(request.raw)
         self.events.put(Asked(new, request.tools))
-        return await self._pending
+        return await asyncio.shield(self._pending)  # the program may hang up, and ask again
+
+    async def ask_again(self, request: ChatRequest) -> ChatAnswer | None:
+        """Return the answer to the request that was taken last if this repeats it; None if it is another one."""
+        asked = self._history[: self._num_asked]
+        if not self._pending or request.tools != self._tools or [*map(comparable, request.raw)] != asked:
+            return None
+        return await asyncio.shield(self._pending)
 
     def _check_before(self, request: ChatRequest) -> None:
         known = len(self._history)
@@ -142,13 +159,13 @@ class Session:
         assert self._pending
         self._history.append(comparable(answer.message))
         self._due = answer.calls
-        if not self._pending.done():  # the program may have hung up
-            self._pending.set_result(answer)
+        self._pending.set_result(answer)
 
     def _end(self, refusal: RefusedRequestError) -> None:
         self._over = refusal
         if self._pending and not self._pending.done():
             self._pending.set_exception(refusal)
+            self._pending.exception()  # or asyncio reports it where the program has hung up
 
 
 class Gateway:
@@ -177,13 +194,11 @@ class Gateway:
         try:
             if session is None:
                 raise RefusedRequestError("the key is that of no episode", "invalid_api_key", 401)
-            if (request.method, request.path) == ("GET", "/v1/models"):
-                return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            if request.method == "GET" and request.path in MODELS:
+                return web.json_response(MODELS[request.path])
             if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-                raise RefusedRequestError("there is /v1/chat/completions alone", "not_found", 404)
-            with session.taken():
-                chat = ChatRequest.parsed(await _body_of(request))
-                answer = await session.ask(chat)
+                raise RefusedRequestError("there are /v1/chat/completions and /v1/models alone", "not_found", 404)
+            chat, answer = await _asked(session, request)
             return await _streamed(request, answer, chat) if chat.streams else web.json_response(answer.content)
         except RefusedRequestError as refusal:
             if session:
@@ -200,6 +215,20 @@ class Gateway:
         return found[0] if found else None
 
 
+async def _asked(session: Session, request: web.BaseRequest) -> tuple[ChatRequest, ChatAnswer]:
+    """Return a request for a turn, and the answer to it. One body of a session is read at a time."""
+    if request.headers.get(RETRIES, "0") != "0":
+        async with session.repeating:
+            chat = ChatRequest.parsed(await _body_of(request))
+        if answer := await session.ask_again(chat):
+            return chat, answer
+        with session.taken():
+            return chat, await session.ask(chat)
+    with session.taken():
+        chat = ChatRequest.parsed(await _body_of(request))
+        return chat, await session.ask(chat)
+
+
 async def _body_of(request: web.BaseRequest) -> bytes:
     too_large = RefusedRequestError(f"the body has more than {MAX_BODY_BYTES} bytes", "request_too_large", 413)
     if (request.content_length or 0) > MAX_BODY_BYTES:
@@ -211,6 +240,8 @@ async def _body_of(request: web.BaseRequest) -> bytes:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
+    except web.RequestPayloadError as error:  # such as one that is not compressed as its header says
+        raise RefusedRequestError("the body cannot be read") from error
     except TimeoutError as error:
         raise RefusedRequestError(f"the body took over {BODY_TIMEOUT_S:g} s", "timeout", 408) from error
     return bytes(body)
@@ -219,10 +250,19 @@ async def _body_of(request: web.BaseRequest) -> bytes:
 async def _streamed(request: web.BaseRequest, answer: ChatAnswer, chat: ChatRequest) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for event in answer.events():
+    for event in answer.events(chat.shows_usage):
         await response.write(f"data: {json.dumps(event)}\n\n".encode())
     await response.write_eof(b"data: [DONE]\n\n")
     return response
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return whether a report of the HTTP server is not of a program's request that is no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+
+
+_logger = logging.getLogger(__name__)
+_logger.addFilter(_is_ours)
 
 
 class _BoundedServer(web.Server):
@@ -244,7 +284,7 @@ def listening() -> Iterator[Gateway]:
 
         async def serve() -> None:
             server = _BoundedServer(
-                gateway.respond, handler_cancellation=True, access_log=None, lingering_time=LINGER_S
+                gateway.respond, handler_cancellation=True, access_log=None, lingering_time=LINGER_S, logger=_logger
             )
             listener = await loop.create_server(server, sock=public)
             ready.set()

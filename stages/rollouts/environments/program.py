@@ -7,15 +7,18 @@ import json
 import math
 import queue
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt, field_validator
 
 from stages.core.contract import OutsidePath
 from stages.core.errors import DataError
+from stages.core.fields import AddedLater
 from stages.core.redaction import shortened
 from stages.data.messages import Conversation
 from stages.rewards import code_program
@@ -55,6 +58,11 @@ class ProgramEnvironment(EnvironmentConfig):
     memory_gib: float = Field(
         4.0, ge=0.125, le=1024, description="Limit on the address space of each of the program's processes, in GiB."
     )
+    own_servers: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="Let the program start servers on ports that the system chooses, and connect to such ports, as "
+        "`verifiers` does; other programs of this machine may have some.",
+    )
     num_together: Annotated[int, Field(ge=1, le=256)] = Field(
         16, description="Largest number of episodes at a time, each with a program of its own."
     )
@@ -83,22 +91,26 @@ class ProgramEnvironment(EnvironmentConfig):
         return self.num_together
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MakeEnvironment]:
+    def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         from stages.rollouts.environments.agent_process import AgentCommand
         from stages.rollouts.environments.gateway import listening
 
         first = self.files[0]
         if missing := [path for path in self.files if not path.exists()]:
             raise DataError(f"the agent program's file {missing[0]} does not exist; correct `files`")
+        homes = folder / "agents"
+        shutil.rmtree(homes, ignore_errors=True)  # of an attempt that was killed
+        homes.mkdir(parents=True)
         with listening() as gateway:
             episodes: set[ProgramEpisode] = set()
             limits = {
                 "memory_bytes": int(self.memory_gib * 2**30),
                 "port": gateway.port,
+                "own_servers": self.own_servers,
                 "readable": [str(path.resolve()) for path in self.files],
             }
-            folder = first if first.is_dir() else first.parent
-            command = AgentCommand(shlex.split(self.program), folder, limits)
+            place = first if first.is_dir() else first.parent
+            command = AgentCommand(shlex.split(self.program), place, homes, limits)
 
             def make() -> ProgramEpisode:
                 episodes.add(episode := ProgramEpisode(self, gateway, command, episodes.discard))
@@ -109,6 +121,7 @@ class ProgramEnvironment(EnvironmentConfig):
             finally:
                 for episode in [*episodes]:  # those that an error has left
                     episode.close()
+                shutil.rmtree(homes, ignore_errors=True)
 
     def warnings(self) -> Iterator[str]:
         if code_program.landlock_version() < code_program.NETWORK_VERSION:
@@ -172,12 +185,13 @@ class ProgramEpisode(Environment):
             return Step((), self._reward(event), done=True)
         return Step(tuple(event.messages))
 
-    def cut_short(self, text: str | None) -> float:
+    def cut_short(self, last: Action | None) -> float:
         from stages.rollouts.environments.agent_process import Ended
         from stages.rollouts.environments.chats import ChatAnswer
 
-        if text is not None:
-            self._session.answer(ChatAnswer({"role": "assistant", "content": text}, "length"))
+        if last:
+            message = {"role": "assistant", "content": last.text}
+            self._session.answer(ChatAnswer(message, "length", last.num_tokens))
         self._session.end("the episode is at a bound of turns, tokens or seconds: it gets no further turn")
         event = self._next()
         try:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -70,7 +71,7 @@ class PythonEnvironment(EnvironmentConfig):
             raise DataError(f"{self.custom_code()} {error}") from error
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MakeEnvironment]:
+    def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         numbers = itertools.count()
         with self._program() as program:
             self._ask(program, {"tools": True})  # imports the file

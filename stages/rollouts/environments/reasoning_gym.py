@@ -126,7 +126,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
             )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MakeEnvironment]:
+    def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         with self._program() as program:
             _asked(program, {"of": self._made(self.seed, self.size)}, self.timeout_s)  # imports the package
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -84,7 +85,7 @@ class ToolsEnvironment(EnvironmentConfig):
         )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MakeEnvironment]:
+    def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         runs: dict[str, Run] = {}
         for tool in self.tools:
             if isinstance(tool, SearchTool):

@@ -294,7 +294,7 @@ class RolloutBatches:
             for name, (config, reader) in turn_readers(self._data.config, self._data.model, self._prompts).items():
                 for warning in config.warnings():
                     self._context.warn(warning)
-                make = self._resources.enter_context(config.opened())
+                make = self._resources.enter_context(config.opened(self._context.scratch / "environments" / name))
                 self._players[name] = Episodes(config, make, reader, most, of_turn, request_seed)
         return self._players
 

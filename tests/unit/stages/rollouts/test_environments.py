@@ -81,7 +81,7 @@ def play(folder: Path, turns: list[str], *, most_tokens: int = 1000, template: P
     ends = encode("<|im_end|>")
     reader = TurnReader.proved(tokenizer, ends, config, prompt)
     model = Scripted([encode(turn) for turn in turns])
-    with config.opened() as make:
+    with config.opened(folder) as make:
         episodes = Episodes(config, make, reader, most_tokens, 64, lambda seed, turn: seed + turn)
         start = EpisodeStart(prompt, tokenizer.encode_prompt(prompt)[1], {}, 5)
         (episode,) = episodes.play([start], model)
@@ -139,7 +139,7 @@ def test_what_was_sampled_is_never_tokenized_again(folder: Path) -> None:
     reader = TurnReader.proved(DocumentTokenizer(folder, None, "assistant"), tags[-1:], environment(), question)
     model = Scripted([odd, tags[-1:]])
     asked = reader.tokenizer.encode_prompt(question)[1]
-    with environment().opened() as make:
+    with environment().opened(folder) as make:
         episodes = Episodes(environment(), make, reader, 1000, 64, lambda seed, turn: seed)
         (episode,) = episodes.play([EpisodeStart(question, asked, {}, 0)], model)
     assert episode.segments[0].token_ids == odd
@@ -393,7 +393,7 @@ def test_code_of_the_model_runs_in_the_sandbox_and_what_it_prints_is_the_answer(
 
 def test_runs_of_code_are_beside_each_other_and_in_order(folder: Path) -> None:
     config = environment(tools=["python"])
-    with config.opened() as make:
+    with config.opened(folder) as make:
         calls = [Action("", (Call("python", {"code": f"print({number})"}),)) for number in range(6)]
         with ThreadPoolExecutor(config.num_threads) as pool:
             steps = list(pool.map(lambda one: make().step(one), calls))
@@ -492,7 +492,7 @@ def own(
     prompt = Conversation([make_message("user", "Play.")], tools=config.definitions)
     tokenizer, encode = DocumentTokenizer(folder, None, "assistant"), AutoTokenizer.from_pretrained(folder).encode
     reader = TurnReader.proved(tokenizer, encode("<|im_end|>"), config, prompt)
-    with config.opened() as make:
+    with config.opened(tmp_path) as make:
         episodes = Episodes(config, make, reader, most_tokens, 64, lambda seed, turn: seed)
         start = EpisodeStart(prompt, tokenizer.encode_prompt(prompt)[1], {"number": 7}, 5)
         return episodes.play([start], Scripted([encode(turn) for turn in turns]))[0]

@@ -4,65 +4,37 @@ The oracle of token ids is Transformers, which renders and tokenizes a program's
 """
 
 import json
-import os
-import re
 import shutil
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
-from transformers import AutoTokenizer
+from pydantic import ValidationError
 
 from stages.core.errors import DataError
 from stages.core.process_tree import living_processes
 from stages.data.calculator import DEFINITION
-from stages.data.files import Portion
 from stages.data.messages import Conversation, make_message
-from stages.hubs.builtin import qwen3_tools
 from stages.kinds.generate.config import GenerateConfig
 from stages.rewards import code_program
-from stages.rollouts.acting import PlayedEpisode, play_all
 from stages.rollouts.asking import request_seed
-from stages.rollouts.environments.environment import Action, EnvironmentConfig
-from stages.rollouts.environments.registry import AnyEnvironment
-from stages.rollouts.prompts import read_prompts
-from stages.serving.client import Client
-from stages.serving.served_models import ServedModel
-from tests.http_server import answering
+from stages.rollouts.environments.environment import Action
+from tests.agent_episodes import (
+    QUESTION,
+    TOOLS,
+    Server,
+    calls_once,
+    environment,
+    make_model,
+    play,
+    read_command,
+    scripted_server,
+)
 
-QUESTION = "What is 12 * 34?"
-TOOLS = json.dumps([DEFINITION])
-HEAD = """
-import json, os, sys, time, urllib.error, urllib.request
-
-asked = json.loads(sys.stdin.readline())
-row, URL, KEY = asked["row"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-TOOLS = json.loads(row["tools_of"])
-first = {"role": "user", "content": row["prompt"]}
-
-def post(body, key=KEY, path="/chat/completions"):
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(URL + path, body, headers))
-
-def ask(messages, **fields):
-    return json.load(post(json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, **fields}).encode()))
-
-def refused(messages, **fields):
-    try:
-        ask(messages, **fields)
-    except urllib.error.HTTPError as error:
-        return [error.code, json.load(error)["error"]["code"]]
-
-def reward(value, **more):
-    print(json.dumps({"reward": value, **more}))
-"""
 RIGHT = 'reward(float(ask([first])["choices"][0]["message"]["content"] == row["answer"]))'
 WITH_A_TOOL = """
 messages = [{"role": "system", "content": "Calculate."}, first]
@@ -79,89 +51,15 @@ reward(float(message["content"] == row["answer"]), metrics={"messages": len(mess
 """
 
 
-class Server:
-    """Server of a model that says what a script says to a prompt."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.asked: list[dict[str, Any]] = []
-        self.script: Callable[[str], str] = lambda prompt: "408"
-
-    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(body)
-        text = self.script(self.tokenizer.decode(body["prompt"]))
-        ids = self.tokenizer.encode(f"{text}<|im_end|>")
-        is_cut = len(ids) > body["max_tokens"]
-        ids = ids[: body["max_tokens"]]
-        log_probabilities = {"token_logprobs": [-0.5] * len(ids)}
-        reason = "length" if is_cut else "stop"
-        choice = {"text": text, "finish_reason": reason, "token_ids": ids, "logprobs": log_probabilities}
-        return {"choices": [choice], "usage": {"completion_tokens": len(ids)}}
-
-
-def calls_once(prompt: str) -> str:
-    """Say the result of a tool, if the prompt has one; else call the calculator."""
-    if given := re.findall(r"<tool_response>\n(.*)\n</tool_response>", prompt):
-        return given[-1]
-    call = {"name": "calculator", "arguments": {"expression": "12 * 34"}}
-    return f"Let me see.<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    tokenizer = qwen3_tools.make_tokenizer()
-    tokenizer.save_pretrained(made)
-    (made / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}))
-    return made
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    state = Server(folder)
-    with answering(state.answer) as url:
-        state.served = ServedModel(Client(url, "key", "sft"), folder, 400, False)  # type: ignore[attr-defined]
+    with scripted_server(folder) as state:
         yield state
-
-
-def environment(tmp_path: Path, body: str, **fields: Any) -> EnvironmentConfig:
-    (tmp_path / "agent.py").write_text(HEAD + body)
-    tree = {"program": "python agent.py", "files": [tmp_path / "agent.py"], **fields}
-    return TypeAdapter(AnyEnvironment).validate_python(tree)
-
-
-def play(server: Any, tmp_path: Path, body: str, num_samples: int = 1, **fields: Any) -> list[PlayedEpisode]:
-    """Play episodes that a program leads, through the sampling client of stages that generate and evaluate."""
-    config = environment(tmp_path, body, **fields)
-    tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "a"}, "environment": config.model_dump()}
-    read = GenerateConfig.model_validate({**tree, "num_samples": 2, "max_tokens": 64, "keep": "best"})
-    (tmp_path / "sets").mkdir(exist_ok=True)
-    row = {"prompt": QUESTION, "answer": "408", "tools_of": TOOLS}
-    (tmp_path / "sets" / "a.jsonl").write_text(json.dumps(row) + "\n")
-    assert read.environment
-    prompts = read_prompts(
-        tmp_path / "sets", replace(read.prompt_options, portion=Portion("training", "a")), server.served.folder
-    )
-    before, kept = {*living_processes()}, tmp_path / "kept"
-    kept.unlink(missing_ok=True)
-    folders = homes()
-    try:
-        options = replace(read.sampling_options, num_samples=num_samples)
-        return play_all(server.served, prompts, read.environment, options, kept, print, print)
-    finally:
-        deadline_s = time.monotonic() + 5
-        while children() - before and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        assert not children() - before and not homes() - folders
-        assert "gateway" not in {thread.name for thread in threading.enumerate()}
-
-
-def children() -> set[int]:
-    return {pid for pid, (parent, _) in living_processes().items() if parent == os.getpid()}
-
-
-def homes() -> set[Path]:
-    return {*Path(tempfile.gettempdir()).glob("agent-*")}
 
 
 def test_a_program_s_episode_is_what_the_sampler_answered(server: Any, tmp_path: Path) -> None:
@@ -211,6 +109,72 @@ answer = {"role": "tool", "tool_call_id": call["id"], "content": "408"}
 last = ask([first, said, answer, {"role": "user", "content": "So?"}], tools=TOOLS)
 reward(chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and float(last["choices"][0]["message"]["content"]))
 """
+CLIENTS = """
+import http.client
+
+def send(body, retries=0):
+    # OpenAI's client sends these headers and fields; verifiers those and its own
+    names = {"Async": "async:asyncio", "Lang": "python", "Retry-Count": str(retries), "Read-Timeout": "600"}
+    headers = {f"X-Stainless-{name}": value for name, value in names.items()}
+    headers |= {"X-Session-ID": "a", "Accept-Encoding": "gzip, deflate", "Authorization": f"Bearer {KEY}"}
+    connection = http.client.HTTPConnection("127.0.0.1", int(URL.split(":")[2].split("/")[0]))
+    connection.request("POST", "/v1/chat/completions", json.dumps({"model": "policy", "tools": TOOLS, **body}), headers)
+    return connection
+
+def streamed(connection):
+    lines = [line.decode().strip() for line in connection.getresponse() if line.strip()]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+for path in ("models", "models/policy"):
+    shown = json.load(urllib.request.urlopen(urllib.request.Request(
+        f"{URL}/{path}", headers={"Authorization": f"Bearer {KEY}"}
+    )))
+    assert "policy" in (shown.get("id"), shown.get("data", [{}])[0].get("id"))
+question = [{"type": "text", "text": row["prompt"]}]
+messages = [{"role": "developer", "content": "Calculate."}, {"role": "user", "content": question}]
+fields = {"tool_choice": "auto", "n": 1, "max_completion_tokens": 9, "store": False, "safety_identifier": "a"}
+answer = json.load(send({"messages": messages, **fields}).getresponse())
+usage = answer["usage"]
+message = answer["choices"][0]["message"]
+(call,) = message["tool_calls"]
+messages.append({**message, "tool_calls": [{**call, "index": 0}], "refusal": None})
+tool = {"role": "tool", "tool_call_id": call["id"], "name": "calculator", "content": [{"type": "text", "text": "408"}]}
+messages.append(tool)
+asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+hung_up = send(asked)
+time.sleep(0.2)
+hung_up.close()  # as a client that has waited too long, whose next request says that it is the second
+found = streamed(send(asked, retries=1))
+assert found == streamed(send(asked, retries=2)), "the answer is given again"
+other = json.load(send({"messages": messages[:2]}, retries=1).getresponse())
+assert refused(messages, tools=TOOLS)[0] == 400 and other["error"]["code"] == "invalid_request", other
+assert found[-1]["choices"] == [] and "usage" not in found[-2]
+assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+assert found[-1]["usage"]["prompt_tokens"] > usage["total_tokens"]
+reward(float("".join(one["choices"][0]["delta"].get("content", "") for one in found[:-1])))
+"""
+
+
+def test_what_openai_s_client_and_verifiers_send_is_answered(server: Any, tmp_path: Path) -> None:
+    """The clients themselves lead episodes in a nightly test, in `test_agent_clients.py`."""
+
+    def script(prompt: str) -> str:
+        time.sleep(0.5 if "tool_response" in prompt else 0.0)
+        return calls_once(prompt)
+
+    server.script = script
+    (episode,) = play(server, tmp_path, CLIENTS)
+    assert (episode.reward, episode.end, len(server.asked)) == (408.0, "done", 2)
+    assert [message["role"] for message in episode.asked + episode.answer] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert episode.metrics["refused_requests"] == 2.0
+
+
 REFUSED = """
 import threading
 said = []
@@ -295,7 +259,7 @@ def test_a_program_that_fails_ends_the_stage_with_one_sentence(server: Any, tmp_
             episode.step(Action("408"))
         return str(caught.value)
 
-    with config.opened() as make, ThreadPoolExecutor(2) as pool:
+    with config.opened(tmp_path) as make, ThreadPoolExecutor(2) as pool:
         for found, expected in zip(pool.map(failure, FAILING), FAILING.values(), strict=True):
             assert expected in found and found.startswith("the program python agent.py ") and "\n" not in found
     for command, expected in (
@@ -303,7 +267,7 @@ def test_a_program_that_fails_ends_the_stage_with_one_sentence(server: Any, tmp_
         ("no-such-program", "exit code 1 bef"),
     ):
         config = environment(tmp_path, "sys.exit(0)", program=command)
-        with config.opened() as make, pytest.raises(DataError, match=expected):
+        with config.opened(tmp_path) as make, pytest.raises(DataError, match=expected):
             make().reset({"tools_of": TOOLS, "prompt": QUESTION}, 0)
     server.script = lambda prompt: "408"
     with pytest.raises(DataError, match="ended with exit code 3"):
@@ -407,10 +371,3 @@ def test_a_program_reaches_the_gateway_alone_and_leaves_nothing(server: Any, tmp
     assert (episode.reward, episode.end) == (7.0, "done")
     assert not (tmp_path / "new").exists()
     assert "sleep 1000" not in "".join(read_command(pid) for pid in living_processes())
-
-
-def read_command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""

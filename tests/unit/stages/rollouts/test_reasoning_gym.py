@@ -68,7 +68,7 @@ def check_scores(tasks: dict[str, dict[str, Any]]) -> None:
             [row["answer"], f"{row['answer']}1", rows[number - 1]["answer"], f"It is {row['answer']}.", ""][number % 5]
             for number, row in enumerate(rows)
         ]
-        with config.opened() as make:
+        with config.opened(Path()) as make:
             made = make()
             drawn[task] = [
                 [row["prompt"], row["answer"], score(made, row, f" {text}\n")]
@@ -218,7 +218,7 @@ def check_episodes(made: ReasoningGymEnvironment, folder: Path, prompts: Sequenc
             Turn(encode(cut), cut, truncated=True),
         ]
 
-    with made.opened() as make:
+    with made.opened(Path()) as make:
         episodes = Episodes(made, make, reader, 128, 8, lambda seed, turn: seed + turn)
         played = episodes.play([one.episode(0) for one in prompts], sample)
     assert [one.end for one in played] == ["done", "done", "tokens"]
