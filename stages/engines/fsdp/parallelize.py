@@ -252,12 +252,16 @@ def apply_fsdp(
     separate = [] if embedding.weight is model.causal_lm.get_output_embeddings().weight else [embedding]
     # A vision tower that text leaves alone is never gathered. With a dtype of reductions, accumulating whole gradients
     # would ask for its gathered weights (torch 2.13: `FSDPParam` has no `_unsharded_param`).
-    frozen = {**options, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
+    frozen = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    of_text = text_layers(model.causal_lm)
     if model.expert_mesh:
         shard_experts(model.causal_lm, layout, model.expert_mesh, options)
     for module in [*separate, *layers]:
-        learns = any(one.requires_grad for one in module.parameters())
-        fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **(options if learns else frozen))
+        policy = options["mp_policy"] if any(one.requires_grad for one in module.parameters()) else frozen
+        # Layers of text get what Transformers gives them: a cast would round the rotary angles (OLMo, ERNIE) and the
+        # residual states (Mamba 2) that it keeps in fp32. Towers get pictures in fp32.
+        policy = replace(policy, cast_forward_inputs=module not in of_text)
+        fully_shard(module, **{**options, "mp_policy": policy}, reshard_after_forward=layout.reshard_after_forward)
     # Last: the root takes the weights that no group above has. The head's backward follows its
     # forward at once, so that the root stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)

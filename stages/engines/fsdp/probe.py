@@ -261,6 +261,8 @@ class _Slices:
         for weight in written:
             if weight.ndim > 1:  # larger than a new model's, so that a token that sees too much makes a difference
                 weight.normal_(std=1.5 * _fan_in(weight) ** -0.5)
+            else:  # a gate that begins at 0 would hide what passes through it once it is trained
+                weight.add_(torch.randn_like(weight), alpha=0.1)
         return causal_lm.double().eval()
 
 
