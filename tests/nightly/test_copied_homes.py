@@ -9,11 +9,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
-from refreshes import LIFECYCLE, eventually, stage
+from refreshes import LIFECYCLE, TINY_REFRESH, eventually, stage
 from worker_home import WorkerHome
 
 from flows.champion.registrations import Registration, tags_of
@@ -23,6 +24,22 @@ from stages.core.errors import ServerError
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
+OTHER_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--keep-caps"]
+OTHER_MACHINE = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
+
+
+class HomeElsewhere(WorkerHome):
+    """Lifecycle home whose commands run as user 1000 on a machine of another name, and so do its servers."""
+
+    def lifecycle(self, *arguments):
+        # Each command has a namespace of users of its own; from the outer one alone processes of others can be ended.
+        user = OTHER_USER if arguments != ("down",) else []
+        command = [*user, *OTHER_MACHINE, LIFECYCLE, *arguments]
+        return subprocess.run(command, env=self.environment, text=True, capture_output=True)
+
+    def start(self, recipe):
+        command = [*OTHER_USER, *OTHER_MACHINE, sys.executable, TINY_REFRESH, recipe]
+        return subprocess.Popen(command, env=self.environment, text=True, stdout=PIPE, stderr=PIPE)
 
 
 @pytest.fixture
@@ -123,14 +140,17 @@ def test_a_home_that_is_moved_keeps_its_key_and_schedules_and_one_that_is_restor
     assert [one["paused"] for one in schedules(home)] == [False]
 
 
-def test_a_backup_of_a_running_home_restores_to_a_home_in_which_all_is_cached(home, stopped_at_end):
+@pytest.mark.parametrize("restored_home", [WorkerHome, HomeElsewhere])
+def test_a_backup_of_a_running_home_restores_to_a_home_in_which_all_is_cached(home, stopped_at_end, restored_home):
+    if subprocess.run([*OTHER_USER, *OTHER_MACHINE, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make user namespaces")
     recipe = home.write("built", {"rows": stage("ok", "built")})
     assert home.run(recipe)[0] == 0
     backups = home.folder.with_name("backups")
     first = json.loads(home.lifecycle("backup", str(backups), "--json").stdout)
     second = json.loads(home.lifecycle("backup", str(backups), "--json").stdout)
     assert second["num_files"] >= first["num_files"]
-    restored = WorkerHome(home.folder.with_name("elsewhere"))
+    restored = restored_home(home.folder.with_name("elsewhere"))
     stopped_at_end(restored)
     done = restored.lifecycle("restore", str(backups))
     assert done.returncode == 0, done.stderr
