@@ -110,9 +110,9 @@ def read_metrics(work: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run_trl(root: Path, steps: int, threads: int, *options: str) -> dict[str, Any]:
-    """Train with `trl_sft.py` in a process of its own, and return the JSON object that it prints."""
-    command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *options]
+def run_trl(root: Path, steps: int, threads: int, *options: str, program: str = "trl_sft.py") -> dict[str, Any]:
+    """Train with a program of TRL in a process of its own, and return the JSON object that it prints."""
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(root), str(steps), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
