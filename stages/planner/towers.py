@@ -11,7 +11,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Workload
 
 PIXEL_BYTES = 4
-"""Bytes of a pixel, or of a spectrogram's value, as a batch brings it."""
+"""Bytes of a pixel, or of a spectrogram's value, as towers take it; the byte that some are made of is not counted."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Share of a step that training waits for pictures, decoded and processed a step ahead, with an engine that sleeps.
 
+Pixels stay bytes here, as `stages.models.pixels` says: the engine would normalise them in its forward pass.
+
 taskset -c 0 python -m tests.benchmarks.picture_waiting [TOKENS_PER_S]   # by default 10,000; pictures of 1280 × 960
 """
 
