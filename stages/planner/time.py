@@ -258,7 +258,8 @@ def _layer_cost(case: TimedCase) -> _LayerCost:
     """Return the seconds of one layer per micro-batch by kind of work, averaged over the model's layers."""
     layer = layer_time(case.work, case.software, case.hardware, layer_kernels(case))
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
-    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer), _offload_s(case, layer))
+    recompute_s = _recompute_s(case, layer, tensor, context, expert) if case.layout.recomputes else 0.0
+    return _LayerCost(layer, tensor, context, expert, recompute_s, _offload_s(case, layer))
 
 
 def _forward_passes_s(case: TimedCase, number: float) -> float:
@@ -337,23 +338,24 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
 
 
-def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
-    """Return the seconds of recomputing a layer; tensor-parallel all-reduces count only if fully recomputed."""
-    recompute = case.layout.recompute
-    if recompute == "full":
-        return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
-    if not case.layout.recomputes:
-        return 0.0
+def _recompute_s(case: TimedCase, layer: LayerTime, tensor: PassTimes, context: PassTimes, expert: PassTimes) -> float:
+    """Return the seconds of recomputing a layer, with the exchanges that are repeated for it."""
+    # FSDP2's selective recomputation keeps results of products and attention, but not of exchanges.
+    exchanged_again_s = tensor.forward_s
+    if case.engine.splits_by_plan:
+        exchanged_again_s = _exchanged_again_by_plan_s(case) + context.forward_s + expert.forward_s
+    if case.layout.recompute == "full":
+        return case.software.recomputed_share * (layer.both.forward_s + exchanged_again_s)
     # Selective recomputation of an engine that keeps all but the attention core.
     if not case.engine.keeps_products:
         return layer.attention_core.forward_s
     products_s = recomputed_products_share(case.shape, case.software) * layer.products.forward_s
     again_s = layer.elementwise.forward_s + products_s
-    if not case.software.asks_python:
-        return again_s
-    # Python is asked in the forward pass, and when that is repeated; as with launches, kernels hide most of it.
-    busy_s, asked_s = _sum(layer.both) + again_s, 2 * layer_kernels(case) * ASKED_S
-    return math.hypot(busy_s, asked_s) - _sum(layer.both)
+    if case.software.asks_python:
+        # Python is asked in the forward pass, and when that is repeated; as with launches, kernels hide most of it.
+        busy_s, asked_s = _sum(layer.both) + again_s, 2 * layer_kernels(case) * ASKED_S
+        again_s = math.hypot(busy_s, asked_s) - _sum(layer.both)
+    return again_s + exchanged_again_s
 
 
 def _offload_s(case: TimedCase, layer: LayerTime) -> float:
@@ -385,7 +387,7 @@ def _tensor_parallel(case: TimedCase) -> PassTimes:
 
 def _exchanged_by_plan(case: TimedCase) -> PassTimes:
     """Return a layer's seconds per pass of sums and gatherings by Transformers' plan, for which compute waits."""
-    values, size = split_values(case.shape), case.tokens * case.workload.compute_bytes
+    values = split_values(case.shape)
     # Gatherings and scatterings, of which a sum has one each. An adapter's base has gradients of its inputs, too.
     into_blocks, out_of_blocks = values.summed_backward, values.summed_forward
     forward = [out_of_blocks, out_of_blocks, values.gathered]
@@ -394,12 +396,22 @@ def _exchanged_by_plan(case: TimedCase) -> PassTimes:
         forward = [into_blocks, out_of_blocks]
         # Inputs are gathered again for the gradients of weights.
         backward = [out_of_blocks, into_blocks, into_blocks * (case.workload.adapter is None)]
-    group = network.tensor_group(case.layout)
-    forward_s, backward_s = (
-        sum(network.gather_s(case.hardware, group, one * size) for one in exchanged)
-        for exchanged in (forward, backward)
-    )
-    return PassTimes(forward_s, backward_s)
+    return PassTimes(_exchange_s(case, forward), _exchange_s(case, backward))
+
+
+def _exchanged_again_by_plan_s(case: TimedCase) -> float:
+    """Return a layer's seconds of sums and gatherings by plan that a recomputed forward pass repeats."""
+    if case.layout.tp == 1:
+        return 0.0
+    values = split_values(case.shape)
+    first = values.summed_backward if case.layout.sequence_parallel else values.summed_again
+    return _exchange_s(case, [first, values.summed_again, values.gathered])
+
+
+def _exchange_s(case: TimedCase, values: list[float]) -> float:
+    """Return the seconds of exchanges over `tp` of so many values per token."""
+    size, group = case.tokens * case.workload.compute_bytes, network.tensor_group(case.layout)
+    return sum(network.gather_s(case.hardware, group, one * size) for one in values)
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:

@@ -20,7 +20,7 @@ from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
-from stages.planner.time import step_time
+from stages.planner.time import step_time, step_traffic
 from stages.planner.workload import ExtraPasses, Workload
 
 MEGATRON = COSTS["megatron"].software
@@ -371,6 +371,32 @@ def test_data_parallel_time_is_that_of_the_volumes_over_their_own_groups(degrees
     times = {"all-reduce": network.all_reduce_s, "all-gather": network.gather_s, "reduce-scatter": network.gather_s}
     carried = costs.data_parallel_traffic(case, stage)
     assert found == pytest.approx(sum(times[one.kind](exact, one.group, one.num_bytes) for one in carried))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("model", "degrees", "group"),
+    [
+        ("qwen3 8b", {"tp": 4}, network.Group(4, 1)),
+        ("qwen3 8b", {"tp": 2, "sequence_parallel": True}, network.Group(2, 1)),
+        ("qwen3 8b", {"dp_shard": 2, "cp": 4}, network.Group(4, 1)),
+        ("qwen3 30b", {"dp_shard": 8, "ep": 4}, network.Group(4, 1)),
+    ],
+)
+def test_exchanges_that_recomputation_repeats_take_the_time_of_their_volumes(model, degrees, group, recompute):
+    """Nothing is computed while a process waits for them; the rig holds the volumes to real ones."""
+    exact = replace(H100, intra_node_latency_s=0.0)
+    instant = replace(exact, intra_node_gb_per_s=1e12)
+    once, again = (Layout(**degrees, recompute=one) for one in ("none", recompute))
+    waited, computed = (
+        step_time(KNOWN[model], "fsdp", again, WORK, hardware).parts.recompute for hardware in (exact, instant)
+    )
+    volumes, of_once = (step_traffic(KNOWN[model], "fsdp", layout, WORK) for layout in (again, once))
+    times = {"all-reduce": network.all_reduce_s}
+    repeated = {kind: volumes[kind] - of_once[kind] for kind in volumes if volumes[kind] > of_once[kind]}
+    expected = sum(times.get(kind, network.gather_s)(exact, group, size) for kind, size in repeated.items())
+    assert waited - computed == pytest.approx(expected, rel=0.01)
+    assert repeated
 
 
 def test_layers_without_spread_experts_wait_for_one_gathering():
