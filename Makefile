@@ -26,7 +26,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media ray reasoning-gym shared-store skypilot trackers verifiers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
+.PHONY: demo azurite bfcl buildah evalscope llama-cpp mcp media openenv ray reasoning-gym shared-store skypilot trackers verifiers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -182,6 +182,15 @@ skypilot: .venv-skypilot/.ready
 	@$(INSTALL) --python .venv-skypilot/bin/python --requirement $<
 	@touch $@
 
+# Only for nightly tests of the environment `openenv`: 350 MB.
+openenv: .venv-openenv/.ready
+
+.venv-openenv/.ready: $(PINS)/openenv.txt | .venv/bin/uv
+	@echo "Installing OpenEnv into .venv-openenv …"
+	@$(PYTHON) -m venv .venv-openenv
+	@$(INSTALL) --python .venv-openenv/bin/python --requirement $<
+	@touch $@
+
 # Only for the nightly part `ray`.
 ray: .venv-ray/.ready
 
@@ -231,6 +240,7 @@ lock: .venv/bin/uv
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	$(COMPILE) $(PINS)/reasoning-gym.in -o $(PINS)/reasoning-gym.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
+	$(COMPILE) $(PINS)/openenv.in -o $(PINS)/openenv.txt
 	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
 	$(COMPILE) $(PINS)/ray.in -o $(PINS)/ray.txt
 	$(COMPILE) $(PINS)/verifiers.in -o $(PINS)/verifiers.txt
@@ -254,4 +264,4 @@ release: .venv/bin/uv
 	$(UV) build --wheel --clear
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-reasoning-gym .venv-skypilot .venv-ray .venv-verifiers
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-bfcl .venv-reasoning-gym .venv-openenv .venv-skypilot .venv-ray .venv-verifiers

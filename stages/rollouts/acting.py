@@ -69,7 +69,12 @@ class PlayedEpisode(Sample):
 
     @property
     def bound(self) -> str:
-        named = {"turns": "max_turns", "seconds": "max_episode_s", "template": "what the chat template shows"}
+        named = {
+            "turns": "max_turns",
+            "seconds": "max_episode_s",
+            "template": "what the chat template shows",
+            "failed": "a failure of the environment",
+        }
         return named.get(self.end, super().bound)
 
     @property
@@ -166,7 +171,8 @@ def play_all(
             starts = [prompts[prompt].episode(seed_of(options, prompt, number)) for prompt, number in some]
             for job, episode in zip(some, episodes.play(starts, sample), strict=True):
                 played[job] = PlayedEpisode.of(job, episode, reader.tokenizer)
-                stream.write(played[job].model_dump_json() + "\n")
+                if episode.end != "failed":  # another attempt may do better
+                    stream.write(played[job].model_dump_json() + "\n")
             stream.flush()
             report(len(played), len(jobs))
     return [played[job] for job in jobs]

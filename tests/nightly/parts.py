@@ -80,9 +80,9 @@ PARTS = (
     ),
     Part(
         "harnesses",
-        "EvalScope scores question sets, with pictures too; BFCL judges calls, read as by vLLM; verifiers acts",
+        "EvalScope scores question sets with pictures; BFCL judges calls as vLLM reads; verifiers acts, OpenEnv serves",
         ("unit/stages/kinds/evaluate", "unit/stages/rollouts"),
-        makes="evalscope bfcl verifiers",
+        makes="evalscope bfcl openenv verifiers",
     ),
     Part(
         "trackers",

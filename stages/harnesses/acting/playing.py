@@ -53,6 +53,11 @@ def played(evaluation: Evaluation, context: StageContext, model: ServedModel, ve
             for task in evaluation.tasks:
                 prompts = _prompts(evaluation, task, model.asked_folder)
                 episodes = _played(task, prompts, evaluation, context, model)
+                if num_failed := sum(one.end == "failed" for one in episodes):
+                    raise EvaluationError(
+                        f"the environment failed in {num_failed} of {len(episodes)} episodes of {task}, whose scores "
+                        "are unknown; fix its server, and run the stage again: the other episodes are kept"
+                    )
                 named = [
                     (f"episode {one.sample} of the question in {prompts[one.prompt].place}", completion)
                     for one in episodes

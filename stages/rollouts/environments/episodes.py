@@ -21,8 +21,9 @@ from stages.rollouts.environments.calls import Parse, action, parser_for
 from stages.rollouts.environments.continuation import Continuation, prove
 from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment, Step
 
-End = Literal["done", "turns", "tokens", "seconds", "template"]
-"""Reason for the end of an episode: the environment says so, one of the bounds, or messages that no template shows."""
+End = Literal["done", "turns", "tokens", "seconds", "template", "failed"]
+"""Reason for the end of an episode: the environment says so, one of the bounds, messages that no template shows, or a
+failure of the environment, after which no reward is known."""
 CUT = " … (cut off)"
 Result = TypeVar("Result")
 
@@ -312,7 +313,9 @@ class Episodes:
         episode.num_calls += len(acted.calls)
         episode.num_malformed += acted.malformed is not None
         episode.num_failed += step.num_failed
-        if step.done:
+        if step.has_failed:
+            episode.end = "failed"
+        elif step.done:
             episode.end = "done"
         elif episode.num_turns >= self.config.max_turns:
             episode.end = "turns"

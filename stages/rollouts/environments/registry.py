@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import Discriminator, Tag
 
 from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.openenv import OpenEnvEnvironment
 from stages.rollouts.environments.program import ProgramEnvironment
 from stages.rollouts.environments.python import PythonEnvironment
 from stages.rollouts.environments.reasoning_gym import ReasoningGymEnvironment
@@ -15,6 +16,7 @@ ENVIRONMENTS: dict[str, type[EnvironmentConfig]] = {
     "python": PythonEnvironment,
     "program": ProgramEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
+    "openenv": OpenEnvEnvironment,
 }
 """Environments by the field that names each in a recipe."""
 

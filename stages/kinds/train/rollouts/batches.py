@@ -319,7 +319,9 @@ class RolloutBatches:
                 other.unlink()
 
     def _documents(self, sampled: Round) -> list[AnsweredPrompt]:
-        rewards = torch.tensor([completion.reward for completion in sampled.completions], dtype=torch.float64)
+        # NaN, which teaches nothing and counts in no mean, where the environment failed
+        known = [math.nan if one.has_failed else one.reward for one in sampled.completions]
+        rewards = torch.tensor(known, dtype=torch.float64)
         advantages = iter(self._options.advantages(rewards).tolist())
         return [
             completion.after(

@@ -81,6 +81,11 @@ class Completion:
         )
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether the environment of an episode failed, so that what it is worth is unknown."""
+        return self.end == "failed"
+
+    @property
     def num_sampled(self) -> int:
         """Number of tokens that the model wrote."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.environment_spans)
@@ -137,7 +142,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        return len({one.reward for one in self.completions}) > 1
+        return len({one.reward for one in self.completions if not one.has_failed}) > 1
 
 
 @dataclass(frozen=True)

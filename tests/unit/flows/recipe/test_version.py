@@ -100,6 +100,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"python": "game.py"}}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": REASONING_GYM}},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environments": SEVERAL}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"openenv": "http://127.0.0.1:8000"}}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},
