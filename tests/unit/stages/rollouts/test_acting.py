@@ -49,12 +49,13 @@ RIGHT = {"right": {"type": "exact_match"}}
 
 
 class Server:
-    """Server of a model that calls the calculator where the seed is even, and guesses 0 where it is odd."""
+    """Server of a model that calls the calculator where the seed is even, and guesses `odd` where it is odd."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.asked: list[dict[str, Any]] = []
         self.lock = threading.Lock()
+        self.odd = "0"
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
@@ -63,7 +64,7 @@ class Server:
             if given := re.findall(r"<tool_response>\n(.*)\n</tool_response>", prompt):
                 text = given[-1]
             elif body["seed"] % 2:
-                text = "0"
+                text = self.odd
             else:
                 expression = re.findall(r"What is (.*)\?", prompt)[-1]
                 call = {"name": "calculator", "arguments": {"expression": expression}}
@@ -151,6 +152,38 @@ def test_episodes_are_scored_by_question_with_error_bars(server: Any, questions:
         ["products.right", "products.pass_at_1", "products.pass_at_4"], 0.0
     )
     assert {one.num_samples for one in paired} == {NUM_QUESTIONS}
+
+
+AGENT = """
+import json, os, sys, urllib.request
+row = json.loads(sys.stdin.readline())["row"]
+headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}).encode()
+request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(json.dumps({"reward": float(row["answer"][-1:] in text), "metrics": {"letters": len(text)}}))
+"""
+
+
+def test_a_program_scores_two_models_whose_episodes_are_paired(server: Any, questions: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    program = {"program": "python agent.py", "files": [tmp_path / "agent.py"], "metrics": ["letters"]}
+    read = config(questions, environment=program, rewards={}, num_samples=2)
+    works, rows = [tmp_path / name for name in ("first", "second")], []
+    for number, work in enumerate(works):
+        server.odd = ("0", "02")[number]
+        results = evaluate(read, server, work)
+        rows.append(parquet.read_table(work / "episodes.parquet").to_pylist())
+        solved = [one["reward_environment"] for one in rows[-1]]
+        either = [max(pair) for pair in zip(solved[::2], solved[1::2], strict=True)]
+        found = results.scores["results"]["products"]
+        assert found["environment,none"] == found["pass_at_1,none"] == statistics.fmean(solved)
+        assert found["pass_at_2,none"] == statistics.fmean(either)
+        assert results.metrics["episode_program_letters"] == statistics.fmean(len(one["text"]) for one in rows[-1])
+    assert [one["seed"] for one in rows[0]] == [one["seed"] for one in rows[1]]
+    means = [statistics.fmean(one["reward_environment"] for one in own) for own in rows]
+    differences = {one.name: one.difference for one in compare([works[1]], [works[0]])}
+    assert differences["products.environment"] == pytest.approx(means[1] - means[0]) and means[1] != means[0]
 
 
 def test_a_resumed_evaluation_asks_for_missing_episodes_only(server: Any, questions: Path, tmp_path: Path) -> None:
