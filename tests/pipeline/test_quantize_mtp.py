@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError
 from stages.kinds.quantize.config import QuantizeConfig
+from stages.kinds.quantize.layers import build_without_weights, check_nothing_lost
 from stages.kinds.quantize.registry import METHODS, MethodEntry
 from stages.kinds.quantize.run import run
 from stages.kinds.quantize.written import problems_of_carried
 from stages.models.carried_weights import changed_or_lost
 from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
-from stages.models.weight_files import read_tensors, weight_paths
+from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
 from tests.mtp_models import MTP_LAYER, WEIGHTS, save_with_mtp
 from tests.pipeline.test_quantize import VOCABULARY, counting_rows
 from tests.pipeline.test_quantize_families import quantize_family
@@ -87,3 +88,26 @@ def test_one_changed_bit_is_found(tmp_path):
     save_file(weights, tmp_path / "written" / WEIGHTS, {"format": "pt"})
     (problem,) = problems_of_carried(tmp_path / "source", tmp_path / "written", mtp.keys())
     assert f"lost or changed 1 of {len(mtp)} weights" in str(problem)
+
+
+def test_mtp_layers_that_no_one_would_copy_are_refused_by_name(tmp_path):
+    """Under other names Transformers and we take them for nothing known; files that no index lists are never read."""
+    mtp = save_with_mtp("qwen3_5_text", tmp_path)
+    model, weights = build_without_weights(tmp_path, trust_remote_code=False), load_file(tmp_path / WEIGHTS)
+    check_nothing_lost(model, tmp_path)
+    own = {name: weight for name, weight in weights.items() if name not in mtp}
+    apart = {name: weights[name] for name in mtp}
+
+    renamed = {name.replace("mtp.", "nextn."): weight for name, weight in apart.items()}
+    save_file({**own, **renamed}, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"holds {len(mtp)} weights that .* does not have .*nextn\.fc\.weight"):
+        check_nothing_lost(model, tmp_path)
+
+    save_file(own, tmp_path / WEIGHTS, {"format": "pt"})
+    save_file(apart, tmp_path / "mtp.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{len(mtp)} weights of multi-token prediction in mtp\.safetensors"):
+        check_nothing_lost(model, tmp_path)
+
+    files = {**dict.fromkeys(own, WEIGHTS), **dict.fromkeys(apart, "mtp.safetensors")}
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    check_nothing_lost(model, tmp_path)

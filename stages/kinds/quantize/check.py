@@ -79,12 +79,14 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
         beside_text,
         build_without_weights,
         carried_by,
+        check_nothing_lost,
         check_quantizable,
         quantized_layers,
     )
 
     model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
     check_quantizable(model, config.quantization, config.ignore)
+    check_nothing_lost(model, source)
     quantized = quantized_layers(model, config.quantization)
     num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
     num_all = sum(map(torch.numel, model.parameters()))

@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
-from stages.models.carried_weights import OLD_BUFFERS, carried_names
+from stages.models.carried_weights import OLD_BUFFERS, carried_names, mtp_names
 from stages.models.linear_layers import EXPERTS, Projection, matches
 from stages.models.loading import build_model, head_of, load_config
 from stages.models.parts import parts_of
+from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
@@ -69,6 +70,31 @@ def carried_by(model: PreTrainedModel, folder: Path) -> Shapes:
     stored, own = weight_shapes(folder), own_weight_shapes(model, folder)
     names = carried_names(model, stored) - own.keys()
     return {name: stored[name] for name in names if not re.search(OLD_BUFFERS, name)}
+
+
+def check_nothing_lost(model: PreTrainedModel, folder: Path) -> None:
+    """Raise ModelError for weights in a folder that no quantizer loads and no one copies: they would be lost."""
+    listed = weight_paths(folder)
+    unlisted = {
+        tensor.name: path.name
+        for path in sorted(folder.glob("*.safetensors"))
+        if path not in listed
+        for tensor in read_tensors(path)
+    }
+    if mtp := sorted(mtp_names(unlisted)):
+        raise ModelError(
+            f"{folder} holds {len(mtp)} weights of multi-token prediction in {unlisted[mtp[0]]} "
+            f"({', '.join(mtp[:NUM_NAMED])}), which {WEIGHTS_INDEX} does not list, so they would be lost; list them "
+            "there, or remove that file"
+        )
+    stored = weight_shapes(folder)
+    known = own_weight_shapes(model, folder).keys() | (model.all_tied_weights_keys or {}).keys()
+    if unknown := sorted(stored.keys() - known - carried_names(model, stored)):
+        raise ModelError(
+            f"{folder} holds {len(unknown)} weights that {type(model).__name__} does not have with this config.json "
+            f"({', '.join(unknown[:NUM_NAMED])}), so a quantized model would lack them; remove them from the files, or "
+            "correct config.json"
+        )
 
 
 def beside_text(model: PreTrainedModel, folder: Path) -> dict[str, Shapes]:
