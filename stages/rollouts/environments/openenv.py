@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -117,7 +118,7 @@ class OpenEnvEnvironment(EnvironmentConfig):
             raise RowError(f"has {quoted(str(row[RESET]), MAX_SHOWN)} as `{RESET}`; expected an object, or none")
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[MakeEnvironment]:
+    def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         failures = Failures(self.openenv)
         sessions: set[Session] = set()
         try:

@@ -55,13 +55,13 @@ def play(folder: Path, config: OpenEnvEnvironment, turns: list[str], rows: list[
     reader = TurnReader.proved(tokenizer, encode("<|im_end|>"), config, question)
     model = Scripted([encode(f"{turn}<|im_end|>") for turn in turns])
     starts = [EpisodeStart(question, tokenizer.encode_prompt(question)[1], row, seed) for seed, row in enumerate(rows)]
-    with config.opened() as make:
+    with config.opened(Path()) as make:
         return Episodes(config, make, reader, 1000, 64, lambda seed, turn: seed).play(starts, model)
 
 
 @contextmanager
 def begun(config: OpenEnvEnvironment, row: dict[str, Any] | None = None) -> Iterator[Environment]:
-    with config.opened() as make:
+    with config.opened(Path()) as make:
         episode = make()
         episode.reset(row or ROW, 5)
         yield episode
@@ -97,7 +97,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_its_limit(game: Game, 
 
 
 def test_a_server_that_always_fails_ends_the_stage(game: Game) -> None:
-    with environment(game.url).opened() as make:
+    with environment(game.url).opened(Path()) as make:
         for number in range(1, MOST_FAILURES + 1):
             episode = make()
             episode.reset(ROW, 5)
@@ -127,7 +127,7 @@ def test_an_action_that_is_none_is_answered_by_the_reason(game: Game) -> None:
 
 def test_episodes_of_a_prompt_begin_in_one_world(game: Game) -> None:
     game.resets.clear()
-    with environment(game.url).opened() as make:
+    with environment(game.url).opened(Path()) as make:
         for seed, row in enumerate(
             ({"prompt": "a"}, {"prompt": "a"}, {"prompt": "b"}, {"reset": {"seed": 7, "level": 2}})
         ):

@@ -119,7 +119,9 @@ def playing(inputs: dict[str, Path], tmp_path: Path) -> Iterator[Playing]:
     prompts = checked_prompts(config, inputs, model)
     with ExitStack() as stack:
         players = {
-            name: Episodes(environment, stack.enter_context(environment.opened()), reader, 256, 40, request_seed)
+            name: Episodes(
+                environment, stack.enter_context(environment.opened(tmp_path / name)), reader, 256, 40, request_seed
+            )
             for name, (environment, reader) in turn_readers(config, model, prompts).items()
         }
         judge = stack.enter_context(judging(config.rollouts.rewards, RewardContext(inputs, tmp_path, print)))
