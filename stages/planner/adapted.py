@@ -166,12 +166,20 @@ def adapted_flops(shape: ModelShape, adapter: PlannedAdapter) -> ModelFlops:
 
 
 def learning_parameters(
-    shape: ModelShape, joins_layers: bool, layout: Layout, adapter: PlannedAdapter | None, stage: PipelineStage
+    shape: ModelShape,
+    joins_layers: bool,
+    layout: Layout,
+    expert_split: int,
+    adapter: PlannedAdapter | None,
+    stage: PipelineStage,
 ) -> RankParameters:
-    """Count all trainable parameters on one process rank of a pipeline stage, before data-parallel sharding."""
+    """Count all trainable parameters on one process rank of a pipeline stage, before data-parallel sharding.
+
+    expert_split: number of ranks over which the matrices of each expert are split.
+    """
     if adapter is None:
-        return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
-    experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, layout.etp)
+        return rank_parameters(shape, stage, layout.tp, layout.ep, expert_split)
+    experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, expert_split)
     return RankParameters(trained_parameters(shape, adapter, joins_layers, stage, layout.tp, layout.vpp), experts)
 
 

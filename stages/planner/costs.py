@@ -67,14 +67,12 @@ class StepCase:
         )
 
     def trained(self, stage: PipelineStage) -> RankParameters:
-        joins_layers = self.engine.joins_layers
-        layout, split = self.layout, self.engine.expert_split(self.layout)
-        if split != layout.etp:  # a search asks thousands of times, and a copy costs more than the rest
-            layout = layout.model_copy(update={"etp": split})
+        layout, expert_split = self.layout, self.engine.expert_split(self.layout)
         apart = frozen_parts(self.shape, self.workload)
         if apart.text:  # towers and projector alone learn, which no degree splits
-            layout = layout.model_copy(update={"tp": 1, "ep": 1, "etp": 1})
-        learning = learning_parameters(self.shape, joins_layers, layout, self.workload.adapter, stage)
+            layout, expert_split = layout.model_copy(update={"tp": 1, "ep": 1}), 1
+        adapter = self.workload.adapter
+        learning = learning_parameters(self.shape, self.engine.joins_layers, layout, expert_split, adapter, stage)
         if apart.text:
             return RankParameters(learning.total - apart.total, 0.0)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers

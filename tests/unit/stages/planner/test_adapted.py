@@ -116,7 +116,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
     model, shape = adapted_model(family, MIXTURES[family], adapter)
     learns = {name: one.numel() for name, one in model.named_parameters() if one.requires_grad}
     (stage,) = pipeline_stages(shape.num_layers, 1)
-    found = learning_parameters(shape, False, Layout(), adapter.for_planner, stage)
+    found = learning_parameters(shape, False, Layout(), 1, adapter.for_planner, stage)
     assert found.total == sum(learns.values())
     assert found.expert == sum(size for name, size in learns.items() if ".experts" in name)
     assert adapted_flops(shape, adapter.for_planner) == model_flops(model)
@@ -133,7 +133,7 @@ def test_experts_adapters_lie_with_their_experts():
     )
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
-        learning_parameters(shape, True, Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)
+        learning_parameters(shape, True, Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), etp, adapter, stage)
         for tp, ep, etp in ((1, 1, 1), (1, 2, 1), (2, 2, 2))
     )
     hidden, width = 64, 128
