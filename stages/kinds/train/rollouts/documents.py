@@ -12,13 +12,13 @@ from pydantic import TypeAdapter
 
 from stages.core.errors import DataError
 from stages.data.batch import Batch, Rollouts
-from stages.data.config import DEFAULT_DATE, DataConfig
+from stages.data.config import DEFAULT_DATE
 from stages.data.dataset import packed_batch
 from stages.data.files import Portion, portions
 from stages.data.tokenizer import DocumentTokenizer
 from stages.data.units import best_fit_decreasing
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.kinds.train.methods.rollouts import Acting, SamplingOptions
 from stages.kinds.train.order import even_micro_batches
 from stages.models.facts import ModelFacts
 from stages.models.model_folder import end_tokens
@@ -177,7 +177,7 @@ def checked_prompts(
     prompts: list[RenderedPrompt] = []
     for name, part in config.acting.items():
         try:
-            own = _prompts_of(config, part.options, part.data, inputs, model, portion)
+            own = _prompts_of(config, part, inputs, model, portion)
         except DataError as error:
             raise (DataError(f"the environment {name}: {error}") if name else error) from error
         prompts += [replace(one, environment=name) for one in own]
@@ -185,14 +185,10 @@ def checked_prompts(
 
 
 def _prompts_of(
-    config: TrainConfig,
-    options: RolloutOptions,
-    data: DataConfig,
-    inputs: Mapping[str, Path],
-    model: ModelFacts,
-    portion: Portion,
+    config: TrainConfig, part: Acting, inputs: Mapping[str, Path], model: ModelFacts, portion: Portion
 ) -> list[RenderedPrompt]:
     """Read the prompts of one environment, or of none; raises as `checked_prompts` does."""
+    options, data = part.options, part.data
     folder = data.prompt_folder(inputs)
     asked = PromptOptions(
         portion=portion,
