@@ -142,7 +142,8 @@ def test_a_home_that_is_moved_keeps_its_key_and_schedules_and_one_that_is_restor
 
 @pytest.mark.parametrize("restored_home", [WorkerHome, HomeElsewhere])
 def test_a_backup_of_a_running_home_restores_to_a_home_in_which_all_is_cached(home, stopped_at_end, restored_home):
-    if subprocess.run([*OTHER_USER, *OTHER_MACHINE, "true"], capture_output=True).returncode:
+    may = subprocess.run([*OTHER_USER, *OTHER_MACHINE, "true"], capture_output=True).returncode == 0
+    if restored_home is HomeElsewhere and not may:
         pytest.skip("this user may not make user namespaces")
     recipe = home.write("built", {"rows": stage("ok", "built")})
     assert home.run(recipe)[0] == 0
