@@ -93,9 +93,11 @@ def test_parts_run_with_nothing_but_the_kit_and_once(machine: Path) -> None:
     assert rows["narrow 128 full fsdp none fp8"]["status"] == "skipped"
     row = rows[QUICK[0]]
     assert row["status"] == "measured" and "ending" not in row, row
-    assert (rows["tests"]["status"], rows["tests"]["reason"].split(" in ")[0]) == ("passed", "2 passed")
-    report = ElementTree.parse(machine / "out/gpu.xml").getroot()
-    assert {case.get("file") for case in report.iter("testcase")} == {"tests/gpu/test_kernels_on_gpu.py"}
+    assert rows["tests"]["status"] == "passed", rows["tests"]
+    # The report counts them, not the last line, in which plugins of the machine's own Python add their warnings.
+    cases = [*ElementTree.parse(machine / "out/gpu.xml").getroot().iter("testcase")]
+    assert [case.get("file") for case in cases] == ["tests/gpu/test_kernels_on_gpu.py"] * 2
+    assert not [child for case in cases for child in case], "a test failed or was skipped"
     assert first.splitlines()[-1] == "nothing is left to do"
     assert not (machine / "models").exists()
     metrics, layer = row["metrics"], row["layer_ms"]

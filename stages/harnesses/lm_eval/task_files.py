@@ -225,7 +225,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
     Where a template has the tag, all files beside the template are yielded.
     """
-    for file in _files_by_name().get(name, ()):
+    for file in map(Path, _files_by_name().get(name, ())):
         config = _parsed(file)
         if name not in names_of(config):
             continue
@@ -249,12 +249,15 @@ def datasets_of(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
 
 
 @functools.cache
-def _files_by_name() -> dict[str, list[Path]]:
-    files_by_name: dict[str, list[Path]] = {}
+def _files_by_name() -> dict[str, list[str]]:
+    files_by_name: dict[str, list[str]] = {}
     for parent, _, files in os.walk(_folder()):
         for file in (file for file in files if not file.endswith(_NO_TASKS)):
-            path = Path(parent, file)
-            for naming in _NAMING.finditer(path.read_text(encoding="utf-8", errors="replace")):
+            # For 14,000 files, `pathlib` and text streams would double the time of a plan.
+            path = f"{parent}/{file}"
+            with open(path, "rb", buffering=0) as content:  # noqa: PTH123
+                text = content.read().decode("utf-8", errors="replace")
+            for naming in _NAMING.finditer(text):
                 for name in _NAME.findall(naming[1]):
                     files_by_name.setdefault(name, []).append(path)
     return files_by_name
