@@ -21,7 +21,7 @@ from stages.planner.costs import SearchRequest
 from stages.planner.explain import PlannedMedia, planned_media
 from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES, check_memory
-from stages.planner.search import Candidate, estimate, fitting_layouts
+from stages.planner.search import Candidate, estimate, fitting_layouts, work_errors
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
@@ -107,6 +107,8 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
     candidates = [one for one in found if config.allows(one.engine, one.layout)]
     by_time = sorted(candidates, key=lambda candidate: candidate.time.mean_step_s)
     fastest = [candidate for candidate in by_time if candidate.engine == config.engine]
+    if not fastest and (errors := [*work_errors(requests[0], config.engine)]):
+        raise LayoutError(f"stages.{name}.layout: auto, but no layout goes with the model: {'; '.join(errors)}")
     if not fastest:
         processes = f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
         other = f"; with another `engine`, {_described(by_time[0])} does" if by_time else ""

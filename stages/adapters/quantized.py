@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from stages.adapters.config import BasePrecision
+from stages.adapters.files import INNER
 from stages.core.errors import ModelError
+from stages.models.linear_layers import NF4_BLOCK, unquantizable
 from stages.parallel.accelerator import fused
 
 # fmt: off
@@ -23,13 +25,10 @@ NF4_LEVELS = (
 )
 # fmt: on
 """Values of the 16 codes of NF4: quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
-BLOCK = 64
-"""Number of weights along a row that share a scale in NF4 quantization."""
 SMALLEST = 1e-12
 """Smallest quantization scale, which rows of zeros get."""
 CHUNK_WEIGHTS = 2**22
 """Number of weights decoded at a time: what is computed on the way is 40 MB, which the cache of a large GPU holds."""
-NUM_NAMED = 5
 
 
 class QuantizedLinear(nn.Module):
@@ -96,7 +95,7 @@ class Nf4Linear(QuantizedLinear):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base)
         # [out, in / 64, 64]
-        blocks = base.weight.detach().float().view(self.out_features, -1, BLOCK)
+        blocks = base.weight.detach().float().view(self.out_features, -1, NF4_BLOCK)
         largest = blocks.abs().amax(-1)
         row = largest.amax(1, keepdim=True).clamp(min=SMALLEST)
         # Rounded up, so that no weight is beyond its scale.
@@ -129,7 +128,7 @@ class Nf4Linear(QuantizedLinear):
 
         def decode(rows: slice, out: Tensor) -> None:
             # A byte at a time: three times as fast as one code at a time, in less than half of the memory.
-            blocks = embedding(self.codes[rows].int(), pairs).view(-1, scales.shape[1], BLOCK)
+            blocks = embedding(self.codes[rows].int(), pairs).view(-1, scales.shape[1], NF4_BLOCK)
             torch.mul(blocks, scales[rows, :, None], out=out.view(blocks.shape))
 
         return decode
@@ -143,7 +142,7 @@ def _nf4_weights(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dty
     """
     shifts = torch.arange(0, 8, 4, device=codes.device)
     # [out, in / 64, 64]
-    blocks = levels[(codes[..., None] >> shifts & 15).int()].view(*scales.shape, BLOCK)
+    blocks = levels[(codes[..., None] >> shifts & 15).int()].view(*scales.shape, NF4_BLOCK)
     return (blocks * scales[..., None]).to(dtype).flatten(1)
 
 
@@ -178,13 +177,11 @@ def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn
         # no subclasses: their forward may be another, as that of Llama 4's router
         if type(module) is nn.Linear and id(module) in decoder and not module.weight.requires_grad
     }
-    stacked = [name for name, one in causal_lm.named_parameters() if one.ndim > 2 and ".lora_" not in name]
-    odd = stacked or [name for name, one in layers.items() if precision == "nf4" and one.in_features % BLOCK]
-    if odd or not layers:
-        raise ModelError(
-            f"adapter.base_precision is {precision}, but {', '.join(odd[:NUM_NAMED]) or type(causal_lm).__name__} "
-            f"cannot be kept so: only linear layers can, for nf4 of a multiple of {BLOCK} inputs; say bf16"
-        )
+    named = causal_lm.named_parameters()
+    stacked = [name.replace(INNER, "") for name, one in named if one.ndim > 2 and ".lora_" not in name]
+    inputs = {name.replace(INNER, ""): layer.in_features for name, layer in layers.items()}
+    if error := unquantizable(precision, inputs, stacked, type(causal_lm).__name__):
+        raise ModelError(error)
     return layers
 
 

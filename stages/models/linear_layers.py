@@ -6,6 +6,7 @@ is no embedding; the usual architectures' names are also what serving engines sp
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -25,6 +26,8 @@ class _Names:
     norms: tuple[str, ...]
     embedding: str
     final_norm: str
+    are_conv1d: bool = False
+    """True if the layers are of Transformers' class Conv1D, which is no linear layer of torch."""
 
 
 _LLAMA = _Names(
@@ -51,6 +54,7 @@ _FAMILIES = {
         ("ln_1", "ln_2"),
         "transformer.wte",
         "transformer.ln_f",
+        are_conv1d=True,
     ),
     "opt": _Names(
         "model.decoder.layers",
@@ -133,6 +137,45 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
         StackedParameter(f"{mlp}.experts.down_proj", out, width, hidden, number, split=_planned_split(shape, out)),
         StackedParameter(f"{mlp}.gate.weight", LayerRole.INTO_FFN, hidden, number, 1, is_router=True),
     )
+
+
+NF4_BLOCK = 64
+"""Number of consecutive weights of a matrix row that share a one-byte scale in NF4; see `stages.adapters.quantized`."""
+NUM_NAMED = 5
+
+
+def quantizing_error(shape: ModelShape, precision: str, saved: Callable[[str], bool]) -> str | None:
+    """Return why a frozen model of this shape cannot be stored in `precision`, `nf4` or `int8`; None if it can.
+
+    saved: returns whether a layer of this name learns, and is kept as it is.
+    """
+    layers = range(0 if _FAMILIES.get(shape.family, _LLAMA).are_conv1d else shape.num_layers)
+    inputs = {one.name: one.inputs for layer in layers for one in linear_layers(shape, layer) if not saved(one.name)}
+    stacked = [one.name for layer in layers for one in stacked_parameters(shape, layer) if not one.is_router]
+    return unquantizable(precision, inputs, stacked, shape.family)
+
+
+def unquantizable(precision: str, inputs: Mapping[str, int], stacked: list[str], model: str) -> str | None:
+    """Return why frozen layers cannot be stored as `nf4` or `int8`, with the nearest precision that works; else None.
+
+    inputs: number of inputs of each frozen linear layer by name. stacked: names of parameters of more than two
+    dimensions, such as those of all experts of a layer. model: in words.
+    """
+    odd = [name for name, number in inputs.items() if precision == "nf4" and number % NF4_BLOCK]
+    if inputs and not stacked and not odd:
+        return None
+    reason, nearest = f"inputs of {_named(odd)} are no multiple of {NF4_BLOCK}", "int8"
+    if stacked or not inputs:
+        reason = f"{_named(stacked)} are stacks of matrices" if stacked else f"{model} has none"
+        nearest = "bf16"
+    return (
+        f"`adapter.base_precision: {precision}` stores linear layers in fewer bits, but {reason}; set "
+        f"`adapter.base_precision: {nearest}`, the nearest that works"
+    )
+
+
+def _named(names: list[str]) -> str:
+    return f"{', '.join(names[:NUM_NAMED])}" + (f" and {len(names) - NUM_NAMED} more" if names[NUM_NAMED:] else "")
 
 
 def _planned_split(shape: ModelShape, place: LayerRole) -> PlannedSplit | None:

@@ -4,6 +4,7 @@
 [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -11,7 +12,13 @@ from typing import Literal
 from stages.models.adapter_targets import FORMER_NAMES, AdapterTargets, is_saved
 from stages.models.flops import ModelFlops
 from stages.models.layer_kinds import LayerRole, Linear, StackedParameter
-from stages.models.linear_layers import linear_layers, module_parameters, stacked_parameters
+from stages.models.linear_layers import (
+    NF4_BLOCK,
+    linear_layers,
+    module_parameters,
+    quantizing_error,
+    stacked_parameters,
+)
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.partition import PipelineStage, RankParameters, pipeline_stages, rank_parameters
@@ -43,13 +50,16 @@ class PlannedAdapter:
         default = PlannedAdapter(self.rank)
         return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
 
+    def base_errors(self, shape: ModelShape) -> Iterator[str]:
+        """Yield why the frozen model of this shape cannot be stored in `base_precision`."""
+        if self.is_quantized and (error := quantizing_error(shape, self.base_precision or "", self.saves)):
+            yield error
+
     def saves(self, name: str) -> bool:
         """Return whether a module, or one that contains it, is trained in full (`modules_to_save`)."""
         return is_saved(name, self.modules_to_save)
 
 
-NF4_BLOCK = 64
-"""Number of consecutive weights of a matrix row that share a one-byte scale in NF4; see `stages.adapters.quantized`."""
 ROW_SCALE_BYTES = 4
 
 

@@ -159,7 +159,9 @@ def _engines(request: SearchRequest) -> list[EngineName]:
 def work_errors(request: SearchRequest, engine: EngineName) -> Iterator[str]:
     """Yield why an engine cannot do the work of a search under any layout, such as an option that it lacks."""
     yield from feature_errors(engine, request.workload.features(request.shape))
-    yield from adapter_errors(engine, request.workload.adapter.used_options) if request.workload.adapter else ()
+    if adapter := request.workload.adapter:
+        yield from adapter_errors(engine, adapter.used_options)
+        yield from adapter.base_errors(request.shape)
 
 
 def _with_memory(

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from stages.adapters.named_layers import missing_layers
 from stages.core.contract import ModelAtHand
-from stages.core.errors import DataError, LayoutError, LifecycleError
+from stages.core.errors import DataError, LayoutError, LifecycleError, ModelError
 from stages.data.any_rows import PromptReader
 from stages.data.bad_rows import check_first_rows
 from stages.data.config import DataConfig
@@ -21,9 +21,8 @@ from stages.kinds.train.checks import media_problems
 from stages.kinds.train.fields import TrainFields
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
+from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
-from stages.parallel.layout import AutoLayout
-from stages.parallel.legality import refusals
 
 
 def model_findings(
@@ -54,13 +53,8 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
     if model.folder:
         yield from check_model_folder(ModelFacts(model.folder))
     rules = RULES[config.engine]
-    degrees = config.layout.tp * config.layout.cp * config.layout.ep
-    if rules.builds_from_shape or degrees > 1:  # else any model fits, and none has to be walked
-        shape = rules.shape_of(facts)
-        errors: list[str] = []
-        if not isinstance(config.layout, AutoLayout):
-            features = config.features(shape)
-            errors += refusals(config.engine, config.layout, config.constraints, features, shape)
+    if shape := _shape_to_fit(config, facts):
+        errors = config.refusals(shape)
         if gpu_type:
             errors += rules.device_errors(gpu_type, config.layout, config.precision, shape)
         if errors:
@@ -72,6 +66,20 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
             f"data.sequence_length {config.data.sequence_length} is beyond the {limit} positions of {model.source}; "
             "documents of that length are refused or badly learned"
         )
+
+
+def _shape_to_fit(config: TrainFields, facts: ModelFacts) -> ModelShape | None:
+    """Return the model's shape; None where any model fits, so that none has to be walked, or it is not known."""
+    rules, layout = RULES[config.engine], config.layout
+    is_quantized = config.workload.adapter is not None and config.workload.adapter.is_quantized
+    if not (rules.builds_from_shape or layout.tp * layout.cp * layout.ep > 1 or is_quantized):
+        return None
+    try:
+        return rules.shape_of(facts)
+    except ModelError:
+        if rules.builds_from_shape or layout.tp * layout.cp * layout.ep > 1:
+            raise
+        return None  # the start looks at the layers of the model itself
 
 
 def first_problems(

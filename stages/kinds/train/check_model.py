@@ -16,7 +16,6 @@ from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.picture_bounds import with_picture_bounds
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
-from stages.parallel.legality import refusals
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -
     # An engine that runs the model's own code looks for routers in the model itself.
     if rules.builds_from_shape and config.moe != MoeConfig() and not shape.num_experts:
         raise ModelError(f"`moe` is for mixtures of experts, and {shape.family} has none; remove it")
-    if errors := "; ".join(refusals(config.engine, config.layout, config.constraints, config.features(shape), shape)):
+    if errors := "; ".join(config.refusals(shape)):
         raise LayoutError(errors)
     for warning in rules.layout_warnings(config.layout, config.constraints, shape):
         context.warn(warning)

@@ -40,7 +40,8 @@ from stages.models.media import TOWERS, ModelPart
 from stages.models.picture_bounds import PictureBounds
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import Feature
-from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
+from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto, RunConstraints
+from stages.parallel.legality import refusals
 from stages.planner.workload import ColocatedServer, RowMedia, Workload
 
 
@@ -202,6 +203,17 @@ class TrainFields(MethodFields):
         if self.part_learning_rates.named and not self.freeze:
             used["frozen_parts"] = "`part_learning_rates`"
         return used
+
+    def refusals(self, shape: ModelShape) -> list[str]:
+        """Return an error for each reason why a model of this shape cannot be trained; of `layout: auto`, the base's.
+
+        After those of the layout comes the nearest that works; see `stages.parallel.legality.refusals`.
+        """
+        adapter = self.workload.adapter
+        of_base = [*adapter.base_errors(shape)] if adapter else []
+        if isinstance(self.layout, AutoLayout):
+            return of_base
+        return [*of_base, *refusals(self.engine, self.layout, self.constraints, self.features(shape), shape)]
 
     @property
     def _packed_rows(self) -> int:

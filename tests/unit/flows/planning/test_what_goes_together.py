@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from typing import get_args
@@ -11,15 +12,18 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from flows.planning.layout_advice import explained
+from flows.planning.layout_advice import explained, ranked
+from flows.planning.layout_choice import choose_layout
+from stages.adapters.quantized import quantizable_layers
 from stages.core.contract import ModelAtHand, StageContext
-from stages.core.errors import LayoutError
+from stages.core.errors import LayoutError, ModelError
 from stages.kinds.train.at_hand import model_findings
 from stages.kinds.train.check_model import check_model
 from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.loading import model_without_weights
 from stages.parallel.engines.registry import RULES
 from stages.parallel.engines.rules import Feature
-from stages.parallel.layout import Layout, describe_layout
+from stages.parallel.layout import AutoLayout, Layout, describe_layout
 from stages.parallel.legality import layout_features
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import HARDWARE
@@ -96,12 +100,14 @@ def test_plan_search_layouts_and_start_agree(choice, option, facts, tmp_path):
     config = config_of(option, dp_shard=2, micro_batch_size=1).model_copy(update={"layout": layout})
     used = config.features(shape)
     assert option in used and choice in layout_features(layout)
-    goes = not used.keys() & rules.apart.get(choice, {}).keys()
+    # A mixture's experts are never stored in fewer bits.
+    apart, fits = used.keys() & rules.apart.get(choice, {}).keys(), option != "quantized_base"
+    goes = fits and not apart
 
     answers = _answers(option, layout, facts, tmp_path)
     for reader, answer in answers.items():
         assert (not answer) == goes, (reader, answer)
-        assert goes or "does not go with" in answer, (reader, answer)
+        assert ("does not go with" in answer) == bool(apart), (reader, answer)
     request = _request(config, shape, layout)
     found = [one for _, one in legal_layouts(request) if LAYOUTS[choice].items() <= one.model_dump().items()]
     # The search leaves out more, such as split models that see, which the planner does not know well.
@@ -126,32 +132,79 @@ def test_odd_layouts_are_refused_by_all_or_none(name, option, facts, tmp_path):
     assert len({not answer for answer in answers.values()}) == 1, answers
 
 
+DENSE = {**MODEL, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 1024}
+BASES = {
+    "dense": (DENSE, "nf4", ""),
+    "mixture": (MODEL, "nf4", r"model\.layers\.0\.mlp\.experts\.gate_up_proj, .*are stacks.*`.*: bf16`, the nearest"),
+    "mixture in 8 bits": (MODEL, "int8", r"experts\.gate_up_proj, .*`adapter\.base_precision: bf16`, the nearest"),
+    "odd width": (
+        {**DENSE, "intermediate_size": 96},
+        "nf4",
+        r"inputs of model\.layers\.0\.mlp\.down_proj, .*\.mlp\.down_proj are no multiple of 64; .*: int8`",
+    ),
+    "odd width in 8 bits": ({**DENSE, "intermediate_size": 96}, "int8", ""),
+    "no linear layers": (GPT2, "nf4", r"gpt2 has none; .*: bf16`"),
+}
+"""Models with a precision of their frozen weights, and how all refuse them; empty: none does."""
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_bases_in_fewer_bits_are_refused_by_all_or_none(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    model, precision, sentence = BASES[name]
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(model))
+    facts, layout = ModelFacts(tmp_path), Layout(dp_shard=2, micro_batch_size=1)
+    shape, adapter = RULES["fsdp"].shape_of(facts), {"rank": 4, "base_precision": precision}
+    fields = {"data": DATA, "precision": "bf16", "global_batch_size": 8, "learning_rate": 1e-4, "adapter": adapter}
+    config = make_config(**fields, layout=layout.model_dump(exclude_unset=True), execution={"processes": 2})
+
+    answers = _answers_to(config, lambda: config, facts, tmp_path)
+    searched = {"ranked": lambda: ranked(_request(config, shape, layout), 1)}
+    searched["auto"] = lambda: choose_layout("sft", config.model_copy(update={"layout": AutoLayout()}), shape)
+    answers |= {reader: _refusal(asked) for reader, asked in searched.items()}
+    causal_lm = model_without_weights(tmp_path, trust_remote_code=False).requires_grad_(False)
+    answers["engine"] = _refusal(lambda: quantizable_layers(causal_lm, precision))
+    for reader, answer in answers.items():
+        assert bool(answer) == bool(sentence), (reader, answer)
+        assert re.search(sentence.replace("gpt2", "GPT2LMHeadModel") if reader == "engine" else sentence, answer)
+
+
 def _answers(option, layout, facts, folder):
-    """Return the refusal of a layout by plan, `lifecycle layouts` and the start of training; empty where it goes."""
-    shape = RULES["fsdp"].shape_of(facts)
+    """Return the refusals of a layout with an option of `OPTIONS`, as `_answers_to` does."""
     config = config_of(option, dp_shard=layout.world_size, micro_batch_size=1).model_copy(update={"layout": layout})
+    return _answers_to(config, lambda: config_of(option, **layout.model_dump(exclude_unset=True)), facts, folder)
+
+
+def _answers_to(config, parse, facts, folder):
+    """Return the refusal of a config by plan, `lifecycle layouts` and the start of training; empty where it goes.
+
+    parse: makes the config of which a plan is made.
+    """
+    shape = RULES["fsdp"].shape_of(facts)
 
     def plan():
-        planned = config_of(option, **layout.model_dump(exclude_unset=True))
-        for field, error in model_findings(planned, lambda: ModelAtHand("here", MODEL, None), None):
+        for field, error in model_findings(parse(), lambda: ModelAtHand("here", facts.config, None), None):
             if field == "layout":
                 raise error
 
     def look():
-        explained(_request(config, shape, layout), describe_layout("fsdp", layout))
+        explained(_request(config, shape, config.layout), describe_layout("fsdp", config.layout))
 
     def start():
         check_model(config, StageContext(folder, "sft", "0" * 12, {}, {}, folder), facts)
 
-    answers = {}
-    for reader in (plan, look, start):
-        try:
-            reader()
-            answers[reader.__name__] = ""
-        except (ValidationError, LayoutError) as error:
-            answers[reader.__name__] = str(error)
-            assert "the nearest layout that works" in str(error)
-    return answers
+    return {reader.__name__: _refusal(reader) for reader in (plan, look, start)}
+
+
+def _refusal(ask):
+    """Return what a reader refuses, with the nearest that works; empty if it does not."""
+    try:
+        ask()
+    except (ValidationError, LayoutError, ModelError) as error:
+        assert re.search("the nearest (layout )?that works", str(error)), error
+        return str(error)
+    return ""
 
 
 def _request(config, shape, layout):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 from stages.adapters import quantized
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
-from stages.adapters.quantized import BLOCK, NF4_LEVELS, Int8Linear, Nf4Linear, quantize_base
+from stages.adapters.quantized import NF4_BLOCK, NF4_LEVELS, Int8Linear, Nf4Linear, quantize_base
 from stages.core.errors import ModelError
 from tests.unit.stages.adapters.test_lora import SIZES, make_model
 
@@ -37,7 +37,7 @@ def test_weights_are_what_they_were_within_the_rounding(made):
 def test_a_weight_in_nf4_is_the_level_of_its_code_times_the_scale_of_its_block():
     """A weight in NF4 is its 4-bit code's level times its block's scale; a byte's lower half is the first of two."""
     layer = Nf4Linear(make_layer())
-    codes = torch.stack([layer.codes & 15, layer.codes >> 4], -1).view(48, -1, BLOCK).int()
+    codes = torch.stack([layer.codes & 15, layer.codes >> 4], -1).view(48, -1, NF4_BLOCK).int()
     scales = (layer.block_scales.float() / 255).square() * layer.row_scales.view(torch.float32)
     assert torch.equal(layer.weight, (torch.tensor(NF4_LEVELS)[codes] * scales[..., None]).flatten(1))
 
@@ -126,12 +126,12 @@ def test_all_but_embedding_head_and_norms_is_quantized_and_the_adapter_learns(fi
         (
             lambda: make_model(hidden_size=48),
             "nf4",
-            r"nf4, but model\.layers\.0\.self_attn\.q_proj, .*cannot be kept so",
+            r"inputs of model\.layers\.0\.self_attn\.q_proj, .* are no multiple of 64",
         ),
         (
             lambda: AutoModelForCausalLM.from_config(GPT2Config(**{"n_embd": 64, "n_layer": 1, "n_head": 2})),
             "int8",
-            "GPT2LMHeadModel cannot",
+            "GPT2LMHeadModel has none",
         ),
         (
             lambda: AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, num_experts=2)),
