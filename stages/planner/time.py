@@ -212,7 +212,8 @@ def _context_traffic(case: StepCase, layers: float) -> list[Traffic]:
         return [Traffic("all-to-all", group, layers * passes * sum(_exchanged_bytes(case)))]
     keys = layers * layout.cp * _key_bytes(case)
     # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
-    return [Traffic("all-gather", group, 2 * keys), Traffic("reduce-scatter", group, keys)]
+    again = case.software.recomputed_share if layout.recompute == "full" else layout.recomputes
+    return [Traffic("all-gather", group, (2 + again) * keys), Traffic("reduce-scatter", group, keys)]
 
 
 def _parts(case: TimedCase) -> TimeParts:
@@ -341,14 +342,13 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
 def _recompute_s(case: TimedCase, layer: LayerTime, tensor: PassTimes, context: PassTimes, expert: PassTimes) -> float:
     """Return the seconds of recomputing a layer, with the exchanges that are repeated for it."""
     # FSDP2's selective recomputation keeps results of products and attention, but not of exchanges.
-    exchanged_again_s = tensor.forward_s
-    if case.engine.splits_by_plan:
-        exchanged_again_s = _exchanged_again_by_plan_s(case) + context.forward_s + expert.forward_s
+    summed_again_s = _exchanged_again_by_plan_s(case) if case.engine.splits_by_plan else tensor.forward_s
+    exchanged_again_s = summed_again_s + context.forward_s + expert.forward_s
     if case.layout.recompute == "full":
         return case.software.recomputed_share * (layer.both.forward_s + exchanged_again_s)
-    # Selective recomputation of an engine that keeps all but the attention core.
+    # Selective recomputation of an engine that keeps all but the attention core, which keys and values travel within.
     if not case.engine.keeps_products:
-        return layer.attention_core.forward_s
+        return layer.attention_core.forward_s + context.forward_s
     products_s = recomputed_products_share(case.shape, case.software) * layer.products.forward_s
     again_s = layer.elementwise.forward_s + products_s
     if case.software.asks_python:

@@ -306,6 +306,7 @@ CASES = {
         rank=15,
     ),
     "megatron, context": Case("qwen3-8b", {"dp_shard": 2, "cp": 2}, engine="megatron"),
+    "megatron, context, full": Case("qwen3-8b", {"dp_shard": 2, "cp": 2, "recompute": "full"}, engine="megatron"),
     "megatron, full": Case("qwen3-8b", {"dp_shard": 4, "tp": 2, "recompute": "full"}, engine="megatron"),
     "megatron, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", options=LORA),
     "megatron, 1,024 ranks": Case("llama3-70b", {"dp_shard": 128, "tp": 8}, engine="megatron", num_layers=1),

@@ -399,6 +399,27 @@ def test_exchanges_that_recomputation_repeats_take_the_time_of_their_volumes(mod
     assert repeated
 
 
+@pytest.mark.parametrize(
+    ("part", "model", "degrees", "forward_share"),
+    [
+        ("tensor_parallel", "qwen3 8b", {"tp": 4}, 1 / 2),
+        # Keys and values alone; backward with their gradients.
+        ("context_parallel", "qwen3 8b", {"dp_shard": 2, "cp": 4}, 1 / 3),
+        ("expert_parallel", "qwen3 30b", {"dp_shard": 8, "ep": 4}, 1 / 2),
+    ],
+)
+def test_megatron_repeats_every_exchange_of_a_layer_that_it_recomputes(part, model, degrees, forward_share):
+    slow = replace(H100, intra_node_latency_s=0.0, intra_node_gb_per_s=1e-3)  # nothing hides what is exchanged
+    instant = replace(slow, intra_node_gb_per_s=1e12)
+    waited, computed = (
+        step_time(KNOWN[model], "megatron", Layout(**degrees, recompute="full"), WORK, hardware).parts
+        for hardware in (slow, instant)
+    )
+    exchanged = getattr(waited, part) - getattr(computed, part)
+    again = exchanged * forward_share * MEGATRON.recomputed_share
+    assert waited.recompute - computed.recompute == pytest.approx(again, rel=0.01)
+
+
 def test_layers_without_spread_experts_wait_for_one_gathering():
     slow, costs = replace(H100, intra_node_latency_s=1.0), COSTS["fsdp"]
     layout, (stage,) = Layout(dp_shard=8, reshard_after_forward=False), pipeline_stages(LLAMA.num_layers, 1)
