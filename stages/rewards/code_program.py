@@ -24,7 +24,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 PERMITTED = """
@@ -61,7 +61,12 @@ READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
 """Flags of open(2) that the sandbox checks for reading: O_TRUNC too, as Landlock before Linux 6.2 allows truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+ALLOW, REFUSE, NOTIFY = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x7FC00000
+RECEIVE_NOTICE, ANSWER_NOTICE = 0xC0502100, 0xC0182101
+"""Commands of ioctl by which a process takes and answers the kernel's questions about another's system calls."""
+NOTICE_BYTES, CONTINUE = 80, 1
+NOTIFY_API = 6
+"""Level of libseccomp's API that it finds in kernels from 5.7 on; permitting a call by an answer needs Linux 5.5."""
 EQUAL, GREATER, MASKED_EQUAL = 4, 6, 7
 TSYNC = 4
 """Attribute of libseccomp's filters (SCMP_FLTATR_CTL_TSYNC) by which all threads of the process get it."""
@@ -83,12 +88,7 @@ class ArgumentCondition(ctypes.Structure):
 
 def permit_computing_only() -> None:
     """Make system calls that computing does not need fail with EPERM from now on; OSError without seccomp."""
-    library = ctypes.CDLL("libseccomp.so.2")
-    # a pointer: by default ctypes cuts results to 32 bits
-    library.seccomp_init.restype = ctypes.c_void_p
-    calls = ctypes.c_void_p(library.seccomp_init(REFUSE))
-    if not calls:
-        raise OSError(errno.ENOSYS, "seccomp_init failed")
+    library, calls = _new_filter(REFUSE)
 
     def permit(name: str, where: Iterable[ArgumentCondition] = ()) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
@@ -129,11 +129,7 @@ def permit_tcp_only() -> None:
     Neither UDP, nor Unix sockets, by which a service of this machine may be reached, nor MPTCP. Pairs of sockets stay.
     io_uring, which opens sockets past this filter, is refused too.
     """
-    library = ctypes.CDLL("libseccomp.so.2")
-    library.seccomp_init.restype = ctypes.c_void_p
-    calls = ctypes.c_void_p(library.seccomp_init(ALLOW))
-    if not calls:
-        raise OSError(errno.ENOSYS, "seccomp_init failed")
+    library, calls = _new_filter(ALLOW)
 
     def refuse(name: str, *where: ArgumentCondition) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
@@ -155,9 +151,56 @@ def permit_tcp_only() -> None:
     library.seccomp_release(calls)
 
 
-def _checked_seccomp(answer: int) -> None:
+def report_new_processes() -> int:
+    """Make the kernel ask before this process, or one that it starts, starts another or a thread; OSError if it cannot.
+
+    Returns the descriptor for `answer_new_process` in another process; once none has it, no process can be started.
+    """
+    library, calls = _new_filter(ALLOW)
+    for name in ("clone", "clone3", "fork", "vfork"):
+        if (number := library.seccomp_syscall_resolve_name(name.encode())) >= 0:
+            _checked_seccomp(library.seccomp_rule_add_array(calls, NOTIFY, number, 0, None))
+    _checked_seccomp(library.seccomp_load(calls))
+    descriptor = os.dup(_checked_seccomp(library.seccomp_notify_fd(calls)))
+    library.seccomp_release(calls)
+    return descriptor
+
+
+def can_report_new_processes() -> bool:
+    """Return whether this kernel and libseccomp can ask another process, which `report_new_processes` needs."""
+    try:
+        return int(ctypes.CDLL("libseccomp.so.2").seccomp_api_get()) >= NOTIFY_API
+    except OSError:
+        return False
+
+
+def answer_new_process(descriptor: int, is_allowed: Callable[[], bool]) -> None:
+    """Answer one question of the kernel: EAGAIN where no further process is allowed."""
+    question = bytearray(NOTICE_BYTES)
+    try:
+        fcntl.ioctl(descriptor, RECEIVE_NOTICE, question)
+        (number,) = struct.unpack_from("Q", question)
+        error, flags = (0, CONTINUE) if is_allowed() else (-errno.EAGAIN, 0)
+        fcntl.ioctl(descriptor, ANSWER_NOTICE, struct.pack("QqiI", number, 0, error, flags))
+    except FileNotFoundError:  # what asked has ended, or was interrupted and asks again
+        return
+
+
+def _new_filter(otherwise: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Return libseccomp and a filter without rules. otherwise: what becomes of a call that has no rule."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    # a pointer: by default ctypes cuts results to 32 bits
+    library.seccomp_init.restype = ctypes.c_void_p
+    calls = ctypes.c_void_p(library.seccomp_init(otherwise))
+    if not calls:
+        raise OSError(errno.ENOSYS, "seccomp_init failed")
+    return library, calls
+
+
+def _checked_seccomp(answer: int) -> int:
     if answer < 0:
         raise OSError(-answer, os.strerror(-answer))
+    return answer
 
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446

@@ -41,12 +41,13 @@ PLAYED_TOGETHER = 4
 class PlayedEpisode(Sample):
     """Episode of a prompt, as stored. text: what rewards see. truncated: it ended at a bound. num_tokens: sampled.
 
-    reward: the environment's own; None of one that gives none. asked, answer: messages of the prompt, and after it.
-    prompt_text, prompt_ids: with what the environment showed first.
+    failure: how the environment failed. reward: the environment's own; None of one that gives none. asked, answer:
+    messages of the prompt, and after it. prompt_text, prompt_ids: with what the environment showed first.
     """
 
     transcript: str
     end: str
+    failure: str | None = None
     reward: float | None
     metrics: dict[str, float]
     asked: list[dict[str, Any]]
@@ -104,6 +105,7 @@ class PlayedEpisode(Sample):
             truncated=episode.end != "done",
             transcript=transcript,
             end=episode.end,
+            failure=episode.failure,
             reward=episode.reward if episode.config.gives_rewards else None,
             metrics=episode.metrics,
             asked=episode.start.prompt.messages,

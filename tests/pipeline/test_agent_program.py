@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -43,20 +44,28 @@ LINGERING = "import subprocess, time; subprocess.Popen(['sleep', '1000'], start_
 """Beginning of an agent that starts a process in a session of its own, which a kill of the stage must end, too."""
 
 
+def make_ending_model(folder: Path, seed: int | None = None) -> None:
+    """Write an untrained model that ends its turns, as such models hardly ever do. seed: of other weights."""
+    folder.mkdir(parents=True)
+    qwen3_tools.make(folder)
+    tokenizer, weights = AutoTokenizer.from_pretrained(folder), load_file(folder / "model.safetensors")
+    if seed is not None:
+        random = torch.Generator().manual_seed(seed)
+        for weight in weights.values():
+            weight += 0.02 * torch.randn(weight.shape, generator=random)
+    (embedding,) = (name for name in weights if "embed_tokens" in name)
+    weights[embedding][tokenizer.convert_tokens_to_ids("<|im_end|>")] *= 10
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def made(folder: Path, agent: str, **fields: Any) -> tuple[dict[str, Path], TrainConfig]:
     """Make a model, problems and an agent program in a folder; return them with the config of a stage that learns."""
     artifacts = {name: folder / name for name in ("base", "problems")}
-    model, data = artifacts["base"] / "model", artifacts["problems"] / "data"
-    for made_folder in (model, data):
-        made_folder.mkdir(parents=True)
-    qwen3_tools.make(model)
+    data = artifacts["problems"] / "data"
+    data.mkdir(parents=True)
+    make_ending_model(artifacts["base"] / "model")
     rows = [{"prompt": f"What is {number} * 12?", "answer": str(number * 12)} for number in range(16)]
     (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    weights = load_file(model / "model.safetensors")
-    (embedding,) = (name for name in weights if "embed_tokens" in name)
-    weights[embedding][tokenizer.convert_tokens_to_ids("<|im_end|>")] *= 10  # or turns would hardly ever end
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
     (folder / "agent.py").write_text(agent)
     options = {
         "num_generations": 4,

@@ -53,10 +53,11 @@ def played(evaluation: Evaluation, context: StageContext, model: ServedModel, ve
             for task in evaluation.tasks:
                 prompts = _prompts(evaluation, task, model.asked_folder)
                 episodes = _played(task, prompts, evaluation, context, model)
-                if num_failed := sum(one.end == "failed" for one in episodes):
+                if failures := [one.failure for one in episodes if one.failure]:
                     raise EvaluationError(
-                        f"the environment failed in {num_failed} of {len(episodes)} episodes of {task}, whose scores "
-                        "are unknown; fix its server, and run the stage again: the other episodes are kept"
+                        f"the environment failed in {len(failures)} of {len(episodes)} episodes of {task}, whose "
+                        f"scores are unknown: at first, {failures[0]}; fix that, and run the stage again: the other "
+                        "episodes are kept"
                     )
                 named = [
                     (f"episode {one.sample} of the question in {prompts[one.prompt].place}", completion)

@@ -1,5 +1,6 @@
 """Process of an agent program: started with a question, watched, and ended with all that it started."""
 
+import contextlib
 import json
 import os
 import select
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.process_tree import TOKEN_VARIABLE
-from stages.core.program import bare_environment, end_program
+from stages.core.program import GRACE_S, bare_environment, end_program
 from stages.core.program_loop import LIFELINE
 
 KEPT_BYTES = 64 << 10
@@ -50,9 +51,17 @@ class AgentProcess:
     """Running program, which ends with this process, however that ends."""
 
     def __init__(
-        self, command: AgentCommand, variables: Mapping[str, str], question: Any, on_end: Callable[[Ended], None]
+        self,
+        command: AgentCommand,
+        port: int,
+        variables: Mapping[str, str],
+        question: Any,
+        on_end: Callable[[Ended], None],
     ) -> None:
-        """Start the program, with a question in JSON as its standard input. on_end: called in a thread, at its end."""
+        """Start the program, with a question in JSON as its standard input, and a port that it may connect to.
+
+        on_end: called in a thread, at its end.
+        """
         home = tempfile.TemporaryDirectory(dir=command.homes, ignore_cleanup_errors=True)
         token = os.urandom(16).hex()
         # What the program starts in sessions of its own bears the stage's token, too, for those that end a dead stage.
@@ -67,7 +76,7 @@ class AgentProcess:
                 asked.write(json.dumps(question, default=str).encode() + b"\n")
                 asked.seek(0)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", LAUNCHER, json.dumps(dict(command.limits)), *command.words],
+                    [sys.executable, "-m", LAUNCHER, json.dumps({"port": port, **command.limits}), *command.words],
                     stdin=asked,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -94,6 +103,9 @@ class AgentProcess:
             os.close(self._stopped)  # ends the watcher's wait, who uses the pipes
             self._watcher.join()
             os.close(self._stop)
+            self._process.terminate()  # the launcher ends all that the program has started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
             self._end()
 
     def _watch(self, on_end: Callable[[Ended], None]) -> None:
@@ -116,7 +128,7 @@ class AgentProcess:
                     if not piece:
                         poll.unregister(descriptor)
                 if num_bytes > MOST_PRINTED_BYTES:
-                    process.kill()
+                    process.terminate()
                 if ending in ready and not any(pieces.values()):
                     break
         finally:

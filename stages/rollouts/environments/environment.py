@@ -60,14 +60,14 @@ class Step:
     """Outcome of an action: messages that the model reads next (none at the end), reward, and whether this is the end.
 
     messages: of the role `tool`, or `user`. num_failed: calls that gave an error to read instead of a result.
-    has_failed: the environment itself failed, which ends the episode; no reward is known.
+    failure: how the environment itself failed, as a clause; that ends the episode, and no reward is known.
     """
 
     messages: tuple[Message, ...]
     reward: float = 0.0
     done: bool = False
     num_failed: int = 0
-    has_failed: bool = False
+    failure: str | None = None
 
 
 class Environment(Protocol):

@@ -130,6 +130,8 @@ class Episode:
     text: str = ""
     reward: float = 0.0
     end: End | None = None
+    failure: str | None = None
+    """Reason why the environment failed, if it did."""
     num_calls: int = 0
     num_malformed: int = 0
     num_failed: int = 0
@@ -265,7 +267,7 @@ class Episodes:
 
     def _close(self, episode: Episode) -> None:
         """Free what an episode that is over holds, after its environment has rewarded one that a bound has ended."""
-        if episode.end != "done":
+        if episode.end not in ("done", "failed"):
             episode.reward += episode.environment.cut_short(episode.cut)
         episode.environment.close()
 
@@ -313,8 +315,8 @@ class Episodes:
         episode.num_calls += len(acted.calls)
         episode.num_malformed += acted.malformed is not None
         episode.num_failed += step.num_failed
-        if step.has_failed:
-            episode.end = "failed"
+        if step.failure:
+            episode.end, episode.failure = "failed", step.failure
         elif step.done:
             episode.end = "done"
         elif episode.num_turns >= self.config.max_turns:

@@ -1,8 +1,8 @@
 """Gateway of agent programs: an OpenAI-compatible server whose answers are the turns of episodes.
 
-It listens on the loopback interface. Each episode has a session with a random key, which is one conversation: a request
-must hold all that was sent and answered before, and something new. So what is new can be appended as token ids to what
-was sampled (`continuation.py`), and anything else is refused.
+It listens on the loopback interface. Each episode has a session with a port and a random key, which is one
+conversation: a request must hold all that was sent and answered before, and something new. So what is new can be
+appended as token ids to what was sampled (`continuation.py`), and anything else is refused.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import hmac
 import json
 import logging
 import queue
+import resource
 import secrets
-import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -35,7 +36,10 @@ from stages.rollouts.environments.chats import (
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 60.0
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 128
+"""Largest number of connections of an episode at a time."""
+UNKNOWN_KEY = 401
+CLOSE_TIMEOUT_S = 1.0
 LINGER_S = 2.0
 """Time in seconds for which a refused program's further data are read, so that it can read the refusal."""
 RETRIES = "X-Stainless-Retry-Count"
@@ -60,12 +64,13 @@ class Asked:
 class Session:
     """Conversation of one episode. Its requests come in the gateway's thread; other methods are for the episode's.
 
-    events: requests, and whatever else the episode waits for.
+    events: requests, and whatever else the episode waits for. port: on which the gateway listens to it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
         """Create the session. most_bytes: of the new messages of a request, after the first."""
         self.key = secrets.token_urlsafe(32)
+        self.port = 0
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_refused = 0
         self._loop = loop
@@ -169,50 +174,71 @@ class Session:
 
 
 class Gateway:
-    """HTTP server of the sessions of episodes, which answers in a thread of its own."""
+    """HTTP servers of the sessions of episodes, which answer in one thread of their own.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, port: int) -> None:
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}/v1"
+    Each session has a port, so that a program that opens many connections keeps none from other episodes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_connections: int) -> None:
+        """Create the gateway. most_connections: of a session."""
         self._loop = loop
-        self._sessions: dict[str, Session] = {}
+        self._most_connections = most_connections
+        self._servers: dict[Session, tuple[asyncio.Server, web.Server]] = {}
 
     def session(self, most_bytes: int) -> Session:
-        """Open a session, with a key of its own. most_bytes: as of `Session`."""
-        session = Session(self._loop, most_bytes)
-        self._sessions[session.key] = session
-        return session
+        """Open a session, with a key and a port of its own. most_bytes: as of `Session`."""
+        return asyncio.run_coroutine_threadsafe(self._opened(most_bytes), self._loop).result()
 
     def close(self, session: Session) -> None:
-        """Forget a session: its key is no longer taken."""
+        """Close a session: its program is answered no longer."""
         session.end("the episode is over")
-        self._sessions.pop(session.key, None)
+        asyncio.run_coroutine_threadsafe(self._closed(session), self._loop).result()
 
-    async def respond(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request of a program."""
-        session = self._session_of(request)
-        try:
-            if session is None:
-                raise RefusedRequestError("the key is that of no episode", "invalid_api_key", 401)
-            if request.method == "GET" and request.path in MODELS:
-                return web.json_response(MODELS[request.path])
-            if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-                raise RefusedRequestError("there are /v1/chat/completions and /v1/models alone", "not_found", 404)
-            chat, answer = await _asked(session, request)
-            return await _streamed(request, answer, chat) if chat.streams else web.json_response(answer.content)
-        except RefusedRequestError as refusal:
-            if session:
-                session.num_refused += 1
-            response = web.json_response(refusal.content, status=refusal.status)
-            response.force_close()  # its body may not have been read
-            return response
+    async def end(self) -> None:
+        """Close the sessions that are open."""
+        for session in [*self._servers]:
+            await self._closed(session)
 
-    def _session_of(self, request: web.BaseRequest) -> Session | None:
+    async def _opened(self, most_bytes: int) -> Session:
+        session = Session(self._loop, most_bytes)
+        server = _BoundedServer(
+            partial(_responded, session),
+            self._most_connections,
+            handler_cancellation=True,
+            access_log=None,
+            lingering_time=LINGER_S,
+            logger=_logger,
+        )
+        listener = await self._loop.create_server(server, "127.0.0.1", 0)
+        session.port = listener.sockets[0].getsockname()[1]
+        self._servers[session] = listener, server
+        return session
+
+    async def _closed(self, session: Session) -> None:
+        if servers := self._servers.pop(session, None):
+            listener, server = servers
+            listener.close()
+            server.pre_shutdown()
+            await server.shutdown(CLOSE_TIMEOUT_S)
+
+
+async def _responded(session: Session, request: web.BaseRequest) -> web.StreamResponse:
+    """Answer a request of a program."""
+    try:
         given = request.headers.get("Authorization", "").encode(errors="replace")
-        found = [
-            one for one in list(self._sessions.values()) if hmac.compare_digest(f"Bearer {one.key}".encode(), given)
-        ]
-        return found[0] if found else None
+        if not hmac.compare_digest(f"Bearer {session.key}".encode(), given):
+            raise RefusedRequestError("the key is not that of the episode", "invalid_api_key", UNKNOWN_KEY)
+        if request.method == "GET" and request.path in MODELS:
+            return web.json_response(MODELS[request.path])
+        if (request.method, request.path) != ("POST", "/v1/chat/completions"):
+            raise RefusedRequestError("there are /v1/chat/completions and /v1/models alone", "not_found", 404)
+        chat, answer = await _asked(session, request)
+        return await _streamed(request, answer, chat) if chat.streams else web.json_response(answer.content)
+    except RefusedRequestError as refusal:
+        session.num_refused += refusal.status != UNKNOWN_KEY
+        response = web.json_response(refusal.content, status=refusal.status)
+        response.force_close()  # its body may not have been read
+        return response
 
 
 async def _asked(session: Session, request: web.BaseRequest) -> tuple[ChatRequest, ChatAnswer]:
@@ -266,39 +292,33 @@ _logger.addFilter(_is_ours)
 
 
 class _BoundedServer(web.Server):
-    """HTTP server that closes connections beyond `MAX_CONNECTIONS`."""
+    """HTTP server that closes connections beyond a number of them."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Any], most_connections: int, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._most_connections = most_connections
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        if len(self.connections) >= MAX_CONNECTIONS:
+        if len(self.connections) >= self._most_connections:
             transport.abort()
         super().connection_made(handler, transport)
 
 
 @contextmanager
-def listening() -> Iterator[Gateway]:
-    """Run a gateway in a thread, on a free port of the loopback interface, until the context ends."""
-    with socket.create_server(("127.0.0.1", 0)) as public:
-        loop = asyncio.new_event_loop()
-        gateway = Gateway(loop, public.getsockname()[1])
-        stop, ready = asyncio.Event(), threading.Event()
+def listening(num_together: int) -> Iterator[Gateway]:
+    """Run a gateway in a thread, on free ports of the loopback interface, until the context ends.
 
-        async def serve() -> None:
-            server = _BoundedServer(
-                gateway.respond, handler_cancellation=True, access_log=None, lingering_time=LINGER_S, logger=_logger
-            )
-            listener = await loop.create_server(server, sock=public)
-            ready.set()
-            await stop.wait()
-            listener.close()
-            server.pre_shutdown()
-            await server.shutdown(1.0)
-
-        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="gateway", daemon=True)
-        thread.start()
-        try:
-            ready.wait()
-            yield gateway
-        finally:
-            loop.call_soon_threadsafe(stop.set)  # asyncio's events may be set in their loop's thread only
-            thread.join()
-            loop.close()
+    num_together: of sessions. They share half of the files that this process may open, which connections are.
+    """
+    most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loop = asyncio.new_event_loop()
+    gateway = Gateway(loop, min(MAX_CONNECTIONS, max(1, most_open // 2 // num_together)))
+    thread = threading.Thread(target=loop.run_forever, name="gateway", daemon=True)
+    thread.start()
+    try:
+        yield gateway
+    finally:
+        asyncio.run_coroutine_threadsafe(gateway.end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

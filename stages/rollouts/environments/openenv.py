@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,13 +21,8 @@ from stages.core.errors import DataError, TransientError
 from stages.core.fields import Seconds
 from stages.core.redaction import quoted, shortened
 from stages.data.messages import RowError, make_message
-from stages.rollouts.environments.environment import (
-    Action,
-    Environment,
-    EnvironmentConfig,
-    MakeEnvironment,
-    Step,
-)
+from stages.rollouts.environments.environment import Action, MakeEnvironment, Step
+from stages.rollouts.environments.led import Failures, LedEnvironment, LedEpisode, NumTogether
 
 if TYPE_CHECKING:  # half a megabyte of modules, which plans do without
     from websockets.sync.client import ClientConnection
@@ -39,8 +33,6 @@ MOST_MESSAGE_BYTES = 1 << 20
 """Largest size of a message of the server; a larger one is not read to its end."""
 CLOSE_TIMEOUT_S = 2.0
 RETRY_S = 0.2
-MOST_FAILURES = 20
-"""Number of episodes without a success between them that the server may fail, after which the stage ends."""
 MAX_SHOWN = 200
 
 
@@ -73,7 +65,7 @@ class Observed(BaseModel):
     done: bool
 
 
-class OpenEnvEnvironment(EnvironmentConfig):
+class OpenEnvEnvironment(LedEnvironment):
     """Environment of a running OpenEnv server: `{openenv: http://127.0.0.1:8000, action: message}`."""
 
     openenv: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s?#]*)?$")] = Field(
@@ -93,7 +85,7 @@ class OpenEnvEnvironment(EnvironmentConfig):
     timeout_s: Seconds = Field(
         60.0, description="Time limit of an answer of the server, in seconds; a later one fails the episode."
     )
-    num_together: Annotated[int, Field(ge=1, le=256)] = Field(
+    num_together: NumTogether = Field(
         1, description="Largest number of episodes at a time; servers allow one session unless they say otherwise."
     )
 
@@ -101,25 +93,13 @@ class OpenEnvEnvironment(EnvironmentConfig):
     def gives_rewards(self) -> bool:
         return True
 
-    @property
-    def writes(self) -> tuple[Literal["tool", "user"], ...]:
-        return ("user",)
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_together
-
-    @property
-    def most_together(self) -> int:
-        return self.num_together
-
     def check_row(self, row: Mapping[str, Any]) -> None:
         if not isinstance(row.get(RESET, {}), dict):
             raise RowError(f"has {quoted(str(row[RESET]), MAX_SHOWN)} as `{RESET}`; expected an object, or none")
 
     @contextlib.contextmanager
     def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
-        failures = Failures(self.openenv)
+        failures = Failures(_leader(self), "fix the server, or raise timeout_s")
         sessions: set[Session] = set()
         try:
             first = Session(self, sessions)  # also when the recipe is checked, before anything slow starts
@@ -128,28 +108,6 @@ class OpenEnvEnvironment(EnvironmentConfig):
         finally:
             for session in [*sessions]:  # those that an error has left
                 session.end()
-
-
-class Failures:
-    """Counter of the episodes that a server failed in a row."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._count, self._lock = url, 0, threading.Lock()
-
-    def succeeded(self) -> None:
-        with self._lock:
-            self._count = 0
-
-    def failed(self, reason: str) -> None:
-        """Count a failure; raise DataError after too many."""
-        with self._lock:
-            self._count += 1
-            count = self._count
-        if count >= MOST_FAILURES:
-            raise DataError(
-                f"the environment's server {self._url} failed {count} episodes in a row, the last since it {reason}; "
-                "fix the server, or raise timeout_s"
-            )
 
 
 class Session:
@@ -243,14 +201,14 @@ def _error_of(data: Mapping[str, Any]) -> SessionError:
     return RefusedActionError(shortened(shown or text, MAX_SHOWN))
 
 
-class OpenEnvEpisode(Environment):
+class OpenEnvEpisode(LedEpisode):
     """Episode in a session of its own. What its server does wrong ends it, without a further reward."""
 
     def __init__(self, config: OpenEnvEnvironment, sessions: set[Session], failures: Failures) -> None:
         """Create the episode. sessions: those that are open. failures: counter of the server's."""
-        self._config, self._sessions, self._failures = config, sessions, failures
+        super().__init__(failures)
+        self._config, self._sessions = config, sessions
         self._session: Session | None = None
-        self._has_failed = False
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         # Episodes of a group are compared, so they begin in one world: the seed is of the row, not of the episode.
@@ -281,16 +239,10 @@ class OpenEnvEpisode(Environment):
         except RefusedActionError as error:
             return Step((make_message("user", f"error: the action is refused: {error}"),), num_failed=1)
         except SessionError as error:
-            self._failures.failed(str(error))
-            self._has_failed = True
-            return Step((), has_failed=True)
+            return self._failed(str(error))
         self._failures.succeeded()
         messages = () if observed.done else (make_message("user", text),)
         return Step(messages, float(observed.reward or 0.0), done=observed.done)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"environment_failed": float(self._has_failed)}
 
     def close(self) -> None:
         if self._session:
@@ -305,7 +257,11 @@ class OpenEnvEpisode(Environment):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     def _error(self, error: SessionError) -> DataError:
-        return DataError(f"the environment's server {self._config.openenv} {error}")
+        return DataError(f"{_leader(self._config)} {error}")
+
+
+def _leader(config: OpenEnvEnvironment) -> str:
+    return f"the environment's server {config.openenv}"
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -22,16 +22,23 @@ from stages.core.fields import AddedLater
 from stages.core.redaction import shortened
 from stages.data.messages import Conversation
 from stages.rewards import code_program
-from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment, Step
+from stages.rollouts.environments.environment import Action, MakeEnvironment, Step
+from stages.rollouts.environments.led import Failures, LedEnvironment, LedEpisode, NumTogether
 
 if TYPE_CHECKING:  # an HTTP server, which plans do without
     from stages.rollouts.environments.agent_process import AgentCommand, AgentProcess, Ended
     from stages.rollouts.environments.gateway import Gateway
 
 MAX_SHOWN = 300
+MOST_PROCESSES = 512
+"""Largest number of processes and threads of an episode at a time."""
 
 
-class ProgramEnvironment(EnvironmentConfig):
+class ProgramFailedError(Exception):
+    """A program ended without the reward that it owes; the text says how."""
+
+
+class ProgramEnvironment(LedEnvironment):
     """Agent program that asks for the model's turns by OpenAI's API: `{program: python a.py, files: [a.py]}`."""
 
     IS_EXACT: ClassVar[bool] = True
@@ -63,7 +70,7 @@ class ProgramEnvironment(EnvironmentConfig):
         description="Let the program start servers on ports that the system chooses, and connect to such ports, as "
         "`verifiers` does; other programs of this machine may have some.",
     )
-    num_together: Annotated[int, Field(ge=1, le=256)] = Field(
+    num_together: NumTogether = Field(
         16, description="Largest number of episodes at a time, each with a program of its own."
     )
 
@@ -78,18 +85,6 @@ class ProgramEnvironment(EnvironmentConfig):
     def gives_rewards(self) -> bool:
         return self.gives_reward
 
-    @property
-    def writes(self) -> tuple[Any, ...]:
-        return ("user",)
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_together
-
-    @property
-    def most_together(self) -> int:
-        return self.num_together
-
     @contextlib.contextmanager
     def opened(self, folder: Path) -> Iterator[MakeEnvironment]:
         from stages.rollouts.environments.agent_process import AgentCommand
@@ -101,11 +96,12 @@ class ProgramEnvironment(EnvironmentConfig):
         homes = folder / "agents"
         shutil.rmtree(homes, ignore_errors=True)  # of an attempt that was killed
         homes.mkdir(parents=True)
-        with listening() as gateway:
+        with listening(self.num_together) as gateway:
             episodes: set[ProgramEpisode] = set()
+            failures = Failures(self.custom_code(), "fix it")
             limits = {
                 "memory_bytes": int(self.memory_gib * 2**30),
-                "port": gateway.port,
+                "most_processes": MOST_PROCESSES,
                 "own_servers": self.own_servers,
                 "readable": [str(path.resolve()) for path in self.files],
             }
@@ -113,7 +109,7 @@ class ProgramEnvironment(EnvironmentConfig):
             command = AgentCommand(shlex.split(self.program), place, homes, limits)
 
             def make() -> ProgramEpisode:
-                episodes.add(episode := ProgramEpisode(self, gateway, command, episodes.discard))
+                episodes.add(episode := ProgramEpisode(self, failures, gateway, command, episodes.discard))
                 return episode
 
             try:
@@ -129,22 +125,26 @@ class ProgramEnvironment(EnvironmentConfig):
                 f"{self.custom_code()} can open connections and read files on this machine: its kernel's Landlock "
                 "restricts no ports (Linux 6.7 and later)"
             )
+        if not code_program.can_report_new_processes():
+            yield f"{self.custom_code()} can start processes without end on this machine: libseccomp cannot bound them"
 
     def custom_code(self) -> str:
         return f"the program {self.program}"
 
 
-class ProgramEpisode(Environment):
-    """Episode that a process of the program leads."""
+class ProgramEpisode(LedEpisode):
+    """Episode that a process of the program leads. One that fails after its first request ends the episode."""
 
     def __init__(
         self,
         config: ProgramEnvironment,
+        failures: Failures,
         gateway: Gateway,
         command: AgentCommand,
         on_close: Callable[[ProgramEpisode], None],
     ) -> None:
         """Create the episode, whose program `reset` starts."""
+        super().__init__(failures)
         self._config, self._gateway, self._command, self._on_close = config, gateway, command, on_close
         self._session = gateway.session(config.max_answer_bytes)
         self._process: AgentProcess | None = None
@@ -159,12 +159,16 @@ class ProgramEpisode(Environment):
         from stages.rollouts.environments.chats import MODEL
 
         self._deadline_s = time.monotonic() + self._config.max_episode_s
-        names = {"OPENAI_BASE_URL": self._gateway.url, "OPENAI_API_KEY": self._session.key, "OPENAI_MODEL": MODEL}
+        names = {
+            "OPENAI_BASE_URL": f"http://127.0.0.1:{self._session.port}/v1",
+            "OPENAI_API_KEY": self._session.key,
+            "OPENAI_MODEL": MODEL,
+        }
         with self._lock:
             if self._is_closed:
                 raise self._error("was ended before it began")
             question = {"row": row, "seed": seed}
-            self._process = AgentProcess(self._command, names, question, self._session.events.put)
+            self._process = AgentProcess(self._command, self._session.port, names, question, self._session.events.put)
         event = self._next()
         if event is None:
             raise self._error(f"asked for no turn within max_episode_s, {self._config.max_episode_s:g} s")
@@ -182,7 +186,12 @@ class ProgramEpisode(Environment):
         if event is None:  # which ends the episode
             return Step(())
         if isinstance(event, Ended):
-            return Step((), self._reward(event), done=True)
+            try:
+                reward = self._reward(event)
+            except ProgramFailedError as error:
+                return self._failed(str(error))
+            self._failures.succeeded()
+            return Step((), reward, done=True)
         return Step(tuple(event.messages))
 
     def cut_short(self, last: Action | None) -> float:
@@ -195,21 +204,23 @@ class ProgramEpisode(Environment):
         self._session.end("the episode is at a bound of turns, tokens or seconds: it gets no further turn")
         event = self._next()
         try:
-            return self._reward(event) if isinstance(event, Ended) else 0.0
-        except DataError:  # a program may fail when it is refused a turn
+            reward = self._reward(event) if isinstance(event, Ended) else 0.0
+        except ProgramFailedError:  # it may, when it is refused a turn
             return 0.0
+        self._failures.succeeded()
+        return reward
 
     @property
     def metrics(self) -> dict[str, float]:
         own = {f"program_{name}": self._printed.get(name, 0.0) for name in self._config.metrics}
-        return {"refused_requests": float(self._session.num_refused), **own}
+        return {**super().metrics, "refused_requests": float(self._session.num_refused), **own}
 
     def close(self) -> None:
-        self._gateway.close(self._session)
         with self._lock:
             self._is_closed = True
             if self._process:
                 self._process.close()
+        self._gateway.close(self._session)
         self._session.events.put(None)  # for a thread that waits, once another episode has failed
         self._on_close(self)
 
@@ -221,9 +232,9 @@ class ProgramEpisode(Environment):
             return None
 
     def _reward(self, ended: Ended) -> float:
-        """Return the reward in the last line that a program printed, and keep its metrics; DataError if it failed."""
+        """Return the reward in a program's last line, and keep its metrics; ProgramFailedError without one."""
         if ended.exit_code:
-            raise self._error(f"ended with exit code {ended.exit_code}{_shown(ended)}")
+            raise ProgramFailedError(f"ended with exit code {ended.exit_code}{_shown(ended)}")
         if not self._config.gives_reward and not self._config.metrics:
             return 0.0
         line = (ended.printed.strip().splitlines() or [""])[-1]
@@ -237,7 +248,9 @@ class ProgramEpisode(Environment):
             expected: dict[str, Any] = {"reward": 1.0} if self._config.gives_reward else {}
             expected |= {"metrics": dict.fromkeys(self._config.metrics, 0.5)} if self._config.metrics else {}
             shown = shortened(line, MAX_SHOWN) or "nothing"
-            raise self._error(f"printed {shown} as its last line; expected finite numbers as in {json.dumps(expected)}")
+            raise ProgramFailedError(
+                f"printed {shown} as its last line; expected finite numbers as in {json.dumps(expected)}"
+            )
         self._printed = printed
         return float(reward)
 

@@ -19,7 +19,8 @@ from stages.hubs.builtin import qwen3_tools
 from stages.kinds.train.rollouts.rounds import Completion, Group
 from stages.rollouts.environments.environment import Action, Environment
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader
-from stages.rollouts.environments.openenv import MOST_FAILURES, OpenEnvEnvironment
+from stages.rollouts.environments.led import MOST_FAILURES
+from stages.rollouts.environments.openenv import OpenEnvEnvironment
 from stages.rollouts.environments.registry import AnyEnvironment
 from tests.http_server import answering
 from tests.openenv_stand_in import ODD, Game, guessing
@@ -83,7 +84,8 @@ def test_what_a_server_does_wrong_ends_the_episode_and_is_counted(game: Game, gu
     with begun(config) as episode:
         assert episode.step(Action("7")).messages == (make_message("user", "No, another one."),)
         step = episode.step(Action(guess))
-        assert (step.has_failed, step.reward, step.messages) == (True, 0.0, ())
+        assert (step.reward, step.messages) == (0.0, ())
+        assert str(step.failure).startswith(f"the environment's server {game.url} ")
         assert episode.metrics == {"environment_failed": 1.0}
     with begun(config) as episode:
         assert episode.step(Action("3")).done, "the next episode goes on"
@@ -197,7 +199,7 @@ def test_the_server_of_openenv_itself_is_understood(folder: Path) -> None:
             with begun(environment(url, timeout_s=2)) as episode:
                 step = episode.step(Action(guess))
                 # what is NaN there comes as null: no reward
-                assert (step.has_failed, step.reward) == (has_failed, 0.0), guess
+                assert (bool(step.failure), step.reward) == (has_failed, 0.0), guess
         with begun(environment(url, action=None, observation=None)) as episode:
             refused = episode.step(Action('{"gues": "3"}')).messages[0]["content"]
             assert "['guess']: Field required" in str(refused)

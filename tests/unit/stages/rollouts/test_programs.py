@@ -22,7 +22,8 @@ from stages.data.messages import Conversation, make_message
 from stages.kinds.generate.config import GenerateConfig
 from stages.rewards import code_program
 from stages.rollouts.asking import request_seed
-from stages.rollouts.environments.environment import Action
+from stages.rollouts.environments import led
+from stages.rollouts.environments.environment import Action, Step
 from tests.agent_episodes import (
     QUESTION,
     TOOLS,
@@ -142,7 +143,7 @@ tool = {"role": "tool", "tool_call_id": call["id"], "name": "calculator", "conte
 messages.append(tool)
 asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
 hung_up = send(asked)
-time.sleep(0.2)
+time.sleep(0.8)
 hung_up.close()  # as a client that has waited too long, whose next request says that it is the second
 found = streamed(send(asked, retries=1))
 assert found == streamed(send(asked, retries=2)), "the answer is given again"
@@ -159,12 +160,12 @@ def test_what_openai_s_client_and_verifiers_send_is_answered(server: Any, tmp_pa
     """The clients themselves lead episodes in a nightly test, in `test_agent_clients.py`."""
 
     def script(prompt: str) -> str:
-        time.sleep(0.5 if "tool_response" in prompt else 0.0)
+        time.sleep(2.0 if "tool_response" in prompt else 0.0)
         return calls_once(prompt)
 
     server.script = script
     (episode,) = play(server, tmp_path, CLIENTS)
-    assert (episode.reward, episode.end, len(server.asked)) == (408.0, "done", 2)
+    assert (episode.reward, episode.end, len(server.asked)) == (408.0, "done", 2), episode.failure
     assert [message["role"] for message in episode.asked + episode.answer] == [
         "system",
         "user",
@@ -248,16 +249,16 @@ FAILING = {
 }
 
 
-def test_a_program_that_fails_ends_the_stage_with_one_sentence(server: Any, tmp_path: Path) -> None:
+def test_a_program_that_fails_ends_its_episode_with_one_sentence(server: Any, tmp_path: Path) -> None:
     config = environment(tmp_path, "ask([first])\nexec(row['body'])", memory_gib=1, metrics=["steps"])
 
     def failure(body: str) -> str:
         episode = make()
         prompt = episode.reset({"prompt": QUESTION, "tools_of": TOOLS, "body": body}, 0)
         assert isinstance(prompt, Conversation) and prompt.messages == [make_message("user", QUESTION)]
-        with pytest.raises(DataError) as caught:
-            episode.step(Action("408"))
-        return str(caught.value)
+        step = episode.step(Action("408"))
+        assert (step.reward, step.messages, episode.metrics["environment_failed"]) == (0.0, (), 1.0)
+        return str(step.failure)
 
     with config.opened(tmp_path) as make, ThreadPoolExecutor(2) as pool:
         for found, expected in zip(pool.map(failure, FAILING), FAILING.values(), strict=True):
@@ -270,11 +271,28 @@ def test_a_program_that_fails_ends_the_stage_with_one_sentence(server: Any, tmp_
         with config.opened(tmp_path) as make, pytest.raises(DataError, match=expected):
             make().reset({"tools_of": TOOLS, "prompt": QUESTION}, 0)
     server.script = lambda prompt: "408"
-    with pytest.raises(DataError, match="ended with exit code 3"):
-        body = f"ask([first])\nif asked['seed'] != {request_seed(0, 0, 1)}: time.sleep(99)\nsys.exit(3)"
+    with pytest.raises(DataError, match="ended with exit code 3 before it asked"):
+        body = f"if asked['seed'] != {request_seed(0, 0, 1)}: time.sleep(99)\nsys.exit(3)"
         play(server, tmp_path, body, num_samples=2)
     with pytest.raises(ValidationError, match="No closing quotation"):
         environment(tmp_path, "", program="python 'agent.py")
+
+
+def test_programs_that_fail_in_a_row_end_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led, "MOST_FAILURES", 2)
+    body = "text = ask([first])['choices'][0]['message']['content']\nsys.exit(3) if text == '7' else reward(1)"
+    with environment(tmp_path, body).opened(tmp_path) as make:
+
+        def step(text: str) -> Step:
+            episode = make()
+            episode.reset({"prompt": QUESTION, "tools_of": TOOLS}, 0)
+            return episode.step(Action(text))
+
+        assert step("7").failure == "the program python agent.py ended with exit code 3"
+        assert step("408") == Step((), 1.0, done=True), "from which on failures count again"
+        assert step("7").failure
+        with pytest.raises(DataError, match=r"^the program python agent.py failed 2 episodes in a row, .* 3; fix it$"):
+            step("7")
 
 
 AT_A_BOUND = """
@@ -297,7 +315,9 @@ def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
     assert (episode.end, episode.reward, episode.metrics["turns"]) == ("tokens", 3.5, 1.0)
     server.script = lambda prompt: "408"
     began_s = time.monotonic()
-    (episode,) = play(server, tmp_path, "ask([first])\ntime.sleep(1000)", max_episode_s=1.5)
+    lost = "if not os.fork():\n os.setsid()\n os.execve('/bin/sleep', ['sleep', '1357'], {})\ntime.sleep(1000)"
+    (episode,) = play(server, tmp_path, f"ask([first])\n{lost}", max_episode_s=1.5)
+    assert "sleep 1357" not in "".join(read_command(pid) for pid in living_processes())
     assert (episode.end, episode.reward) == ("seconds", 0.0) and time.monotonic() - began_s < 10
     again = 'ask([first, ask([first])["choices"][0]["message"], first])'
     (episode,) = play(server, tmp_path, again, max_turns=1)
