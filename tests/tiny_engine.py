@@ -101,6 +101,9 @@ class TinyEngine:
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
         raise ModelError("Tiny loads its weights once")
 
+    def check_takes_adapters(self, client: Client, rank: int, folder: Path | None = None) -> None:
+        raise ModelError("Tiny serves no adapters")
+
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         raise ModelError("Tiny loads its weights once")
 

@@ -408,6 +408,12 @@ class Engine(Protocol):
         The message says how to start it. num_tokens: of prompt and answer. dtype: that it must compute in.
         """
 
+    def check_takes_adapters(self, client: Client, rank: int, folder: Path | None = None) -> None:
+        """Raise ServerError unless a server that the user started can load and fully apply adapters of a LoRA rank.
+
+        The message says how to start it. folder: of such an adapter, once there is one.
+        """
+
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         """Raise ServerError unless a running server, which stays as it is, can read files that we write to `folder`."""
 
@@ -539,7 +545,7 @@ class FixedWeights:
     def _refuse_adapters(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(f"{self.title} serves no adapters; merge them (`kind: merge`), and serve the merged model")
 
-    check_adapters = load_adapter = unload_adapter = _refuse_adapters
+    check_adapters = load_adapter = unload_adapter = check_takes_adapters = _refuse_adapters
 
     def _refuse_reloads(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")

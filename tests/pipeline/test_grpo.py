@@ -60,6 +60,7 @@ TEXTS = {"dataset": "problems", "sequence_length": 64}
 UNSERVED: dict[str, Any] = {name: value for name, value in OPTIONS.items() if name != "serving"}
 SERVING = ServingConfig(dtype="float32", enforce_eager=True)
 KEY = "sk-of-a-named-server"
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_PROMPTS = 8
 NUM_STEPS = 30
 
@@ -226,13 +227,15 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 
 @contextmanager
-def named_vllm(model: Path, folder: Path, *options: str) -> Iterator[dict[str, str]]:
+def named_vllm(model: Path, folder: Path, *options: str, swaps_adapters: bool = False) -> Iterator[dict[str, str]]:
     """Start a vLLM as our error message says. Its head is written out: on a CPU, tied ones stay old."""
     shutil.copytree(model, folder / "model")
     prepare_reloads(folder / "model")
     program = find_vllm()
     spec = LaunchSpec(
-        model=folder / "model", served_name="learner", for_training=True, serving=SERVING, engine_version="any"
+        **{"model": folder / "model", "served_name": "learner", "serving": SERVING, "engine_version": "any"},
+        for_training=True,
+        swaps_adapters=swaps_adapters,
     )
     (variable, value), _, *said = (part.split("=") if "=" in part else part for part in shlex.split(START))
     environment = {**program.server_environment(spec, KEY), "TMPDIR": str(folder), variable: value}
@@ -315,6 +318,31 @@ def test_a_server_of_two_that_hangs_takes_no_prompt_with_it(
     assert re.search(rf"{other['url'].removesuffix('/v1')}, is left out of (this|the next) round", events)
     log = (tmp_path / "other" / "log.txt").read_text()
     assert log.count("collective_rpc") > 6, "it had weights again"
+
+
+@pytest.mark.nightly
+def test_a_named_server_samples_each_round_with_a_new_adapter(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """A killed run that learns an adapter goes on with a vLLM that others started, where no adapter is left behind.
+
+    `make test` covers the requests by a stand-in (`test_named_server.py`).
+    """
+    room = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-target-modules", *LAYERS)
+    model = artifacts["base"] / "model"
+    with named_vllm(model, tmp_path / "named", "--max-model-len", "64", *room, swaps_adapters=True) as server:
+        options = {**UNSERVED, "server": server}
+        config = make(20, learning_rate=1e-2, adapter={"rank": 4}, grpo=options)
+        work = make_context(tmp_path / "work", artifacts, config).work
+        attempt = start(work, config)
+        checkpoints = work / "scratch" / "checkpoints"
+        wait_for(lambda: attempt.poll() is not None or list(checkpoints.glob("step-*")), what="a checkpoint")
+        attempt.send_signal(signal.SIGKILL)
+        attempt.wait()
+        client = Client(server["url"].removesuffix("/v1"), KEY, "learner")
+        assert any(name.startswith("policy-") for name in client.model_names()), "what a kill leaves"
+        _check_rounds(config, work)
+        assert client.model_names() == ["learner"]
+    log = (tmp_path / "named" / "log.txt").read_text()
+    assert log.count("/v1/load_lora_adapter") > 10 and log.count("collective_rpc") <= 4, "it kept its base"
 
 
 @pytest.mark.nightly

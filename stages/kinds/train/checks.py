@@ -176,11 +176,6 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
         )
     if config.adapter:
         yield from _of_adapter(config.method, config.adapter)
-    if config.adapter and options.server:
-        yield (
-            f"{block}.server: takes whole weights only, and an adapter learns; remove it, so that the stage starts "
-            "a server that loads adapters, or remove `adapter`"
-        )
 
 
 def _of_shared_devices(config: TrainFields, options: SamplingOptions) -> Iterator[str]:

@@ -106,6 +106,11 @@ def _first(value: object) -> object:
     return [*value[:NUM_NAMED], "…"] if isinstance(value, list) and len(value) > NUM_NAMED else value
 
 
+def adapted_kinds(folder: Path) -> set[str]:
+    """Return the kinds of layers that an adapter has, such as `q_proj`; raise ModelError for damaged files."""
+    return _modules(read_headers(folder))
+
+
 def _modules(headers: AdapterHeaders) -> set[str]:
     """Return the names of the adapted kinds of layers, such as `q_proj`; all experts of a layer count as `experts`."""
     return {EXPERTS if f".{EXPERTS}." in layer else layer.rpartition(".")[2] for layer in headers.ranks}

@@ -41,7 +41,7 @@ from stages.serving.engine import (
 )
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
-from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
+from stages.serving.vllm.adapters import adapted_kinds, adapter_arguments, check_adapters, has_room
 from stages.serving.vllm.arguments import argument_problems, media_arguments, speculation_arguments, written
 from stages.serving.vllm.prompt_steps import whole_prompts
 from stages.serving.vllm.tool_parsers import parser_of
@@ -359,6 +359,11 @@ class Vllm:
         from stages.serving.vllm.swap import check_takes_weights
 
         check_takes_weights(client, num_tokens, dtype)
+
+    def check_takes_adapters(self, client: Client, rank: int, folder: Path | None = None) -> None:
+        from stages.serving.vllm.swap import check_takes_adapters
+
+        check_takes_adapters(client, rank, adapted_kinds(folder) if folder else ())
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         from stages.serving.vllm.swap import check_reads

@@ -8,7 +8,8 @@ that others started is asked about itself, and gets its weights, by vLLM's devel
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +26,15 @@ from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count
 from stages.serving.engine import SleepingPart
+from stages.serving.vllm.adapters import EDGES, MAX_RANKS
 
 EMBEDDING = re.compile(r"(?P<head>.*?)model\.(?:language_model\.)?embed_tokens\.weight")
 """Names of the embedding of tokens in files, after which that of the head follows."""
 HEAD_FILE = "head.safetensors"
 ANSWER_BYTES = 2**20
+LOAD_ADAPTER = "v1/load_lora_adapter"
+NUM_SLOTS = 2
+"""Fewest adapters that a vLLM must hold at once: the last slot answers for the base (`adapters.py`)."""
 
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs"
@@ -44,7 +49,7 @@ distribution."""
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
     """Load a LoRA adapter; raise ServerError if vLLM refuses it, harmlessly, TransientError for no answer."""
     body = {"lora_name": name, "lora_path": str(folder)}
-    post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
+    post(address, api_key, LOAD_ADAPTER, body, f" {name}", timeout_s)
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
@@ -154,6 +159,22 @@ def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
         raise ServerError(f"the server at {client.url}: {problems}")
 
 
+def check_takes_adapters(client: Client, rank: int, modules: Collection[str]) -> None:
+    """Raise ServerError unless a vLLM that the user started loads adapters of this LoRA rank on these kinds of layers.
+
+    modules: such as `q_proj`; none where only the adapter's files will tell. Raises TransientError for no answer.
+    """
+    address = EngineAddress(named=client.url)
+    asked = Expected(f"the server at {client.url}", ANSWER_BYTES, client.timeout_s, key=client.api_key)
+    problems = [*_lora_problems(_configured(client).lora_config, rank, modules)]
+    # Without names it loads nothing, and says so if it has the route at all.
+    (answer,) = post_to_engine(address, asked, LOAD_ADAPTER, [{"lora_name": "", "lora_path": ""}])
+    if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        problems.append("it loads no adapters while it runs; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 where it starts")
+    if problems:
+        raise ServerError(f"the server at {client.url}: {'; '.join(problems)}")
+
+
 def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
     """Raise ServerError unless a running vLLM can read files that we write to `folder`: one without weights is loaded.
 
@@ -189,9 +210,16 @@ class _Device(AnswerModel):
     device: str
 
 
+class _Adapters(AnswerModel):
+    max_lora_rank: Count
+    max_loras: Count
+    target_modules: list[str] | None
+
+
 class _Configured(AnswerModel):
     settings: _Settings = Field(alias="model_config")  # the name belongs to pydantic
     device_config: _Device
+    lora_config: _Adapters | None = None
 
 
 class _ServerInfo(AnswerModel):
@@ -223,4 +251,36 @@ def _problems(its: _Settings, num_tokens: int, dtype: str) -> Iterator[str]:
         yield (
             f"it takes {its.max_model_len} tokens of prompt and completion together, where there may be {num_tokens}; "
             f"start it with `--max-model-len {num_tokens}`, or say `serving.max_model_len: {its.max_model_len}`"
+        )
+
+
+def _lora_problems(has: _Adapters | None, rank: int, modules: Collection[str]) -> Iterator[str]:
+    if rank > MAX_RANKS[-1]:
+        yield f"vLLM takes adapters of rank {MAX_RANKS[-1]} at most; lower `adapter.rank`, from {rank}"
+        return
+    needed = next(size for size in MAX_RANKS if size >= rank)
+    layers = " ".join(sorted(modules)) or "LAYERS (the adapted kinds of layers, such as q_proj, and not the head)"
+    if has is None:
+        yield (
+            f"it takes no adapters; start it with `--enable-lora --max-loras {NUM_SLOTS} --max-lora-rank {needed} "
+            f"--lora-target-modules {layers}`"
+        )
+        return
+    if has.max_lora_rank < rank:
+        yield f"it takes adapters of rank {has.max_lora_rank} at most; start it with `--max-lora-rank {needed}`"
+    if has.max_loras < NUM_SLOTS:
+        yield (
+            f"it holds {has.max_loras} adapter, and answered for its base by that; start it with `--max-loras "
+            f"{NUM_SLOTS}`"
+        )
+    targets = None if has.target_modules is None else {*has.target_modules}
+    if targets is None or targets & EDGES:
+        yield (
+            "its head may have an adapter, and two questions about a prompt would end it; start it with "
+            f"`--lora-target-modules {layers}`"
+        )
+    elif lacking := sorted({*modules} - targets):
+        yield (
+            f"it would leave {', '.join(lacking)} without their adapter, and say nothing; start it with "
+            f"`--lora-target-modules {layers}`"
         )

@@ -22,7 +22,6 @@ from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import (
     ENDING,
     MOST_RESTARTS,
-    POLICY,
     POLL_INTERVAL_S,
     ExternalServer,
     predictions_of,
@@ -54,7 +53,7 @@ class ManyServers:
         before, self._folder = self._folder, folder
         if before is None:
             for host in self._hosts:
-                with host.opened(folder, POLICY):
+                with host.opened(folder):
                     self._ready.append(host)
             return
         errors = self._of_each(self._hosts, self._give)
@@ -126,7 +125,9 @@ class ManyServers:
             self._keep_some()
 
     def _client(self, host: ExternalServer) -> Client:
-        return replace(host.client, timeout_s=self._execution.rollout_timeout_s)
+        assert self._folder
+        model = host.name_of(self._folder) if host.is_adapter else host.client.model
+        return replace(host.client, model=model)
 
     def _ask_one(
         self,
@@ -149,9 +150,7 @@ class ManyServers:
             host.check()
         with self._preparing:
             host.prepare(self._folder)
-        host.engine.reload_weights(
-            host.address, host.api_key, self._folder.resolve(), self._execution.rollout_timeout_s
-        )
+        host.load(host, self._folder)
 
     def _leave_out(self, host: ExternalServer, error: LifecycleError, asked: str) -> None:
         self._ready.remove(host)

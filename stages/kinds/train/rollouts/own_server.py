@@ -14,6 +14,7 @@ from stages.core.errors import ResourceError
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.rollouts.server import POLICY, SamplingServer
 from stages.models.facts import ModelFacts
 from stages.parallel.accelerator import total_bytes, type_at_hand
 from stages.planner.hardware import Efficiency
@@ -52,13 +53,20 @@ class OwnServer:
         placement = "colocated" if self.options.is_colocated else "separate"
         return chosen_engine(self.serving).weight_transfer(type_at_hand().name, placement)
 
+    @property
+    def is_adapter(self) -> bool:
+        return self.base is not None
+
+    def name_of(self, folder: Path) -> str:
+        return f"{POLICY}-{folder.name}" if self.is_adapter else POLICY
+
     @contextmanager
-    def opened(self, folder: Path, name: str) -> Iterator[Server]:
+    def opened(self, folder: Path) -> Iterator[Server]:
         execution = ServeExecution(ready_timeout_s=self.execution.ready_timeout_s)
         log_file, runtime = self.context.work / "server.log", self.context.scratch / "server"
         self.prepare(folder)
         gpus = server_gpus(self.serving.tensor_parallel_size * self._num_copies, shared=self.options.is_colocated)
-        with started_server(self._spec(folder, name), execution, log_file, runtime, gpus) as server:
+        with started_server(self._spec(folder), execution, log_file, runtime, gpus) as server:
             server.wait_until_ready(execution.ready_timeout_s)
             if not server.spec.weight_transfer:
                 yield server
@@ -72,7 +80,17 @@ class OwnServer:
         if self.base is None:
             chosen_engine(self.serving).prepare_reloads(folder)
 
-    def _spec(self, folder: Path, name: str) -> LaunchSpec:
+    def load(self, server: SamplingServer, folder: Path, before: Path | None) -> None:
+        engine, place, timeout_s = server.engine, (server.address, server.api_key), self.execution.rollout_timeout_s
+        if not self.is_adapter:
+            engine.reload_weights(*place, folder, timeout_s)
+            return
+        engine.load_adapter(*place, self.name_of(folder), folder.resolve(), timeout_s)
+        if before:
+            engine.unload_adapter(*place, self.name_of(before), timeout_s)
+
+    def _spec(self, folder: Path) -> LaunchSpec:
+        name = self.name_of(folder)
         if self.base is None:
             spec = new_launch_spec(folder.resolve(), name, self.serving)
         else:

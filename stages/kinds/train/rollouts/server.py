@@ -5,10 +5,11 @@ When it dies or hangs, what is under way is asked again of its successor, which 
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
@@ -58,18 +59,36 @@ class SamplingServer(Protocol):
 
 
 class ServerProvider(Protocol):
-    """Provider of the sampling server (protocol). remedy: what is done about a failed server, in messages."""
+    """Provider of the sampling server (protocol).
+
+    remedy: what is done about a failed server, in messages. is_adapter: whether an adapter on a frozen base learns.
+    """
 
     @property
     def remedy(self) -> str: ...
     @property
+    def is_adapter(self) -> bool: ...
+    @property
     def transfer(self) -> str | None:
         """Way in which its server gets weights that are held in memory; None: it gets folders."""
 
-    def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
-        """Open a sampling server with the weights in `folder`. name: of an adapter, or of a started server's model.
+    def name_of(self, folder: Path) -> str:
+        """Return the name under which a server serves the weights in `folder`.
+
+        Each version of an adapter has its own: vLLM's prefix cache goes by name and path, so that one that was loaded
+        in place gave answers of the former (off by 0.5 nats).
+        """
+
+    def opened(self, folder: Path) -> AbstractContextManager[SamplingServer]:
+        """Open a sampling server with the weights in `folder`.
 
         Raises ServerError when no server comes up, TransientError when none answers in time.
+        """
+
+    def load(self, server: SamplingServer, folder: Path, before: Path | None) -> None:
+        """Load the weights in a folder, which `prepare` has prepared, into a running server instead of the former.
+
+        Raises as `opened` does.
         """
 
     def prepare(self, folder: Path) -> None:
@@ -103,13 +122,11 @@ class RolloutServer:
         execution: TrainExecution,
         warn: Callable[[str], None],
         *,
-        is_adapter: bool,
         sleeps: bool = False,
     ) -> None:
         self._host = host
         self._execution, self._concurrent = execution, execution.concurrent_requests
         self._warn = warn
-        self._is_adapter = is_adapter
         self._sleeps = sleeps
         self._stack = ExitStack()
         self._server: SamplingServer | None = None
@@ -179,7 +196,7 @@ class RolloutServer:
         server, timeout_s = self._server, self._execution.rollout_timeout_s
         try:
             # An adapter's base is not given to the server again, and whole weights are.
-            server.engine.sleep(server.address, server.api_key, timeout_s, keeps_weights=self._is_adapter)
+            server.engine.sleep(server.address, server.api_key, timeout_s, keeps_weights=self._host.is_adapter)
         except (ServerError, TransientError) as error:
             self._end(error)
         else:
@@ -219,14 +236,9 @@ class RolloutServer:
     @property
     def _client(self) -> Client:
         client = self._running.client
-        model = self._name if self._is_adapter else client.model
-        return replace(client, model=model, timeout_s=self._execution.rollout_timeout_s)
-
-    @property
-    def _name(self) -> str:
-        """Name of the trained model in requests; each adapter version has its own, since servers cache by name."""
         assert self._folder
-        return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
+        model = self._host.name_of(self._folder) if self._host.is_adapter else client.model
+        return replace(client, model=model, timeout_s=self._execution.rollout_timeout_s)
 
     def _replace(self, load: Callable[[SamplingServer], None]) -> None:
         """Wake the server up with new weights, or start one that has them; start another if that fails."""
@@ -244,21 +256,8 @@ class RolloutServer:
             self._restart(error)
 
     def _load(self, server: SamplingServer, folder: Path, before: Path | None) -> None:
-        if self._is_adapter:
-            self._swap_adapter(server, before)
-        else:
-            self._host.prepare(folder)
-            timeout_s = self._execution.rollout_timeout_s
-            server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
-
-    def _swap_adapter(self, server: SamplingServer, before: Path | None) -> None:
-        assert self._folder
-        timeout_s = self._execution.rollout_timeout_s
-        server.engine.load_adapter(server.address, server.api_key, self._name, self._folder.resolve(), timeout_s)
-        if before:
-            # A new name and folder for every version: vLLM's prefix cache goes by name and path, so
-            # an adapter reloaded in place gave answers of the old one (off by 0.5 nats).
-            server.engine.unload_adapter(server.address, server.api_key, f"{POLICY}-{before.name}", timeout_s)
+        self._host.prepare(folder)
+        self._host.load(server, folder, before)
 
     def _wake_up(self, server: SamplingServer, part: SleepingPart) -> None:
         if self._sleeps:
@@ -282,7 +281,7 @@ class RolloutServer:
     def _start(self) -> None:
         assert self._folder
         with ExitStack() as stack:
-            server = stack.enter_context(self._host.opened(self._folder, self._name))
+            server = stack.enter_context(self._host.opened(self._folder))
             if self._held:
                 _connection(server).give(self._held)
             # The server is up: `close` ends it from here on. If opening failed, `stack` has ended it already.
@@ -311,7 +310,9 @@ POLL_INTERVAL_S = 1.0
 class ExternalServer:
     """Sampling server that others started, checked before use and never ended; a `ServerProvider` and `SamplingServer`.
 
-    It reads weights from a folder, under the same path. num_tokens: most of a prompt and its completion.
+    It reads weights from a folder, under the same path. num_tokens: most of a prompt and its completion. rank: highest
+    LoRA rank of the adapter that learns on the server's own weights; None: whole weights do. stage, run: with which
+    names of adapters begin, since other stages, and a killed run of this one, may have left theirs.
     """
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
@@ -323,14 +324,26 @@ class ExternalServer:
     num_tokens: int
     dtype: str
     ready_timeout_s: float
+    rank: int | None = None
+    stage: str = ""
+    run: str = ""
 
     @classmethod
-    def all_of(cls, config: TrainConfig, model: ModelFacts) -> list[Self]:
-        """Return the sampling servers that the recipe names. Raises RecipeError for an unset environment variable."""
+    def all_of(cls, config: TrainConfig, model: ModelFacts, version: str = "") -> list[Self]:
+        """Return the sampling servers that the recipe names. version: of the stage that trains.
+
+        Raises RecipeError for an unset environment variable.
+        """
         sampling = config.sampling
         assert sampling
         num_tokens, dtype = most_tokens(config, sampling, model), sampling.dtype(config.precision)
-        return [cls(client, num_tokens, dtype, config.execution.ready_timeout_s) for client in clients_of(config)]
+        rank = config.adapter.highest_rank if config.adapter else None
+        options = (num_tokens, dtype, config.execution.ready_timeout_s, rank, version[:12], secrets.token_hex(3))
+        return [cls(client, *options) for client in clients_of(config)]
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.rank is not None
 
     @property
     def address(self) -> EngineAddress:
@@ -354,13 +367,18 @@ class ExternalServer:
             self.engine.check_takes_weights(
                 replace(self.client, timeout_s=CHECK_TIMEOUT_S), self.num_tokens, self.dtype
             )
+            if self.rank:
+                self.engine.check_takes_adapters(self.client, self.rank)
             if folder:
                 self.engine.check_reads(self.address, self.api_key, folder.resolve(), CHECK_TIMEOUT_S)
         except ServerError as error:  # what a server answers may repeat what it was sent
             raise ServerError(redact(str(error), [self.api_key] if self.api_key else [])) from None
 
+    def name_of(self, folder: Path) -> str:
+        return f"{POLICY}-{self.stage}-{self.run}-{folder.name}" if self.is_adapter else POLICY
+
     @contextmanager
-    def opened(self, folder: Path, name: str) -> Iterator[Self]:
+    def opened(self, folder: Path) -> Iterator[Self]:
         """Wait until the sampling server answers, check it, load the weights in `folder` into it, and yield it."""
         since_s = time.monotonic()
         while not self.client.is_healthy():
@@ -372,11 +390,38 @@ class ExternalServer:
             time.sleep(POLL_INTERVAL_S)
         self.check()
         self.prepare(folder)
-        self.engine.reload_weights(self.address, self.api_key, folder.resolve(), self.client.timeout_s)
+        self.load(self, folder)
         yield self
 
     def prepare(self, folder: Path) -> None:
-        self.engine.prepare_reloads(folder, self.client)
+        if not self.is_adapter:
+            self.engine.prepare_reloads(folder, self.client)
+
+    def load(self, server: SamplingServer, folder: Path, before: Path | None = None) -> None:
+        timeout_s = self.client.timeout_s
+        if not self.rank:
+            self.engine.reload_weights(self.address, self.api_key, folder.resolve(), timeout_s)
+            return
+        self.engine.check_takes_adapters(self.client, self.rank, folder)
+        former, name = self._adapters(), self.name_of(folder)
+        if name in former:  # it is given again to a server that had not ended
+            self.engine.unload_adapter(self.address, self.api_key, name, timeout_s)
+        self.engine.load_adapter(self.address, self.api_key, name, folder.resolve(), timeout_s)
+        self._unload(former - {name})
+
+    def forget(self) -> None:
+        """Unload the stage's adapters from the server, if it answers."""
+        with suppress(ServerError, TransientError):
+            self._unload(self._adapters())
+
+    def _adapters(self) -> set[str]:
+        """Return the names of this stage's adapters that the server has."""
+        prefix = f"{POLICY}-{self.stage}-"
+        return {name for name in self.client.model_names() if self.is_adapter and name.startswith(prefix)}
+
+    def _unload(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            self.engine.unload_adapter(self.address, self.api_key, name, self.client.timeout_s)
 
 
 def external_server_problems(
@@ -386,7 +431,7 @@ def external_server_problems(
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
-        for server in ExternalServer.all_of(config, model):
+        for server in ExternalServer.all_of(config, model, context.version if context else ""):
             server.check(context.scratch / SYNCED_WEIGHTS / "none" if context else None)
     except TransientError as error:
         yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")

@@ -70,13 +70,13 @@ class SyncedServer:
         self._was_gathered = False
         self._is_colocated = options.is_colocated
         self._server: PolicyServer
-        if options.server:
+        self._named = ExternalServer.all_of(config, model, context.version) if options.server else []
+        if len(self._named) > 1:
             self._takes_folders = True
-            hosts = ExternalServer.all_of(config, model)
-            if len(hosts) > 1:
-                self._server = ManyServers(hosts, config.execution, context.warn)
-            else:
-                self._server = RolloutServer(hosts[0], config.execution, context.warn, is_adapter=False)
+            self._server = ManyServers(self._named, config.execution, context.warn)
+        elif self._named:
+            self._takes_folders = True
+            self._server = RolloutServer(self._named[0], config.execution, context.warn)
         else:
             serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
             base = model.folder if config.adapter else None
@@ -84,13 +84,7 @@ class SyncedServer:
                 context, options, serving, config.execution, base, shared_gpu(config, model, engine.device)
             )
             self._takes_folders = not host.transfer
-            self._server = RolloutServer(
-                host,
-                config.execution,
-                context.warn,
-                is_adapter=config.adapter is not None,
-                sleeps=options.is_colocated,
-            )
+            self._server = RolloutServer(host, config.execution, context.warn, sleeps=options.is_colocated)
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.
         self._weights = context.scratch / SYNCED_WEIGHTS
@@ -203,3 +197,6 @@ class SyncedServer:
 
     def close(self) -> None:
         self._server.close()
+        if is_main_process():
+            for one in self._named:
+                one.forget()

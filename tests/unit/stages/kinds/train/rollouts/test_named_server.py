@@ -12,9 +12,13 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
+from stages.adapters.config import AdapterConfig
+from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from stages.core.contract import StageInput
 from stages.core.errors import RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
@@ -22,7 +26,12 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.media import check_media
 from stages.kinds.train.rollouts import many_servers, server
 from stages.kinds.train.rollouts.many_servers import ManyServers
-from stages.kinds.train.rollouts.server import ExternalServer, RolloutServer
+from stages.kinds.train.rollouts.server import (
+    ExternalServer,
+    PolicyServer,
+    RolloutServer,
+    external_server_problems,
+)
 from stages.models.facts import ModelFacts
 from tests.http_server import serving
 from tests.train_stage import make_artifacts, make_config
@@ -46,13 +55,17 @@ CONFIGURED = {
 class Served:
     """State of a fake sampling server: its model, the weights that it loaded, and the requests that it will fail.
 
-    configured: its description of its model. loaded: folders of weights. num_failing: further requests that fail, by
-    kind (`completions`, `health`, …). asked: seeds of the completions that it gave.
+    configured: its description of its model. lora: that of its room for adapters. loaded: folders of weights. adapters:
+    loaded ones, by name. num_failing: further requests that fail, by kind (`completions`, `health`, …). asked: seeds of
+    the completions that it gave.
     """
 
     url: str = ""
     configured: dict[str, Any] = field(default_factory=lambda: dict(CONFIGURED))
+    lora: dict[str, Any] | None = None
     has_routes: bool = True
+    swaps_adapters: bool = True
+    adapters: dict[str, str] = field(default_factory=dict)
     takes_pictures: bool = True
     sees_files: bool = True
     loaded: list[str] = field(default_factory=list)
@@ -70,8 +83,12 @@ class Served:
             assert asked == {}, "it is asked for nothing"
             return (400, {"error": "no tokens"}) if self.takes_pictures else (403, {"error": "disabled"})
         if name == "models":
-            return 200, {"data": [{"id": MODEL}]}
+            return 200, {"data": [{"id": one} for one in (MODEL, *self.adapters)]}
+        if name.endswith("_lora_adapter"):
+            return self.swap(name, asked["lora_name"], asked.get("lora_path"))
         if name == "completions":
+            if asked["model"] not in (MODEL, *self.adapters):
+                return 404, {"error": f"no model {asked['model']}"}
             self.asked.append(asked.get("seed"))
             return 200, {"choices": [{"text": "x"}]}
         if name == "health":
@@ -79,13 +96,26 @@ class Served:
         if not self.has_routes:
             return 404, {"detail": "Not Found"}
         if name == "server_info":
-            return 200, {"vllm_config": {"model_config": self.configured, "device_config": {"device": "cuda"}}}
+            said = {"model_config": self.configured, "device_config": {"device": "cuda"}, "lora_config": self.lora}
+            return 200, {"vllm_config": said}
         if name == "collective_rpc":
             folder = asked["kwargs"]["weights_path"]
             if not (self.sees_files and list(Path(folder).glob("*.safetensors"))):
                 return 500, {"error": f"Cannot find any model weights with {folder}"}
             if asked["kwargs"].get("is_checkpoint_format", True):
                 self.loaded.append(Path(folder).name)
+        return 200, {}
+
+    def swap(self, what: str, name: str, folder: str | None) -> tuple[int, Any]:
+        if not self.swaps_adapters:
+            return 404, {"detail": "Not Found"}
+        is_known = name in self.adapters
+        if not name or is_known == (what == "load_lora_adapter"):
+            return 400, {"error": f"{name} {'is loaded already' if is_known else 'is not there'}"}
+        if folder is None:
+            del self.adapters[name]
+        else:
+            self.adapters[name] = Path(folder).name
         return 200, {}
 
 
@@ -227,7 +257,7 @@ def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[Rollo
     """Provide our client of a fake sampling server that the recipe names, and the list of its warnings."""
     config, warned = config_of(served.url), []
     (host,) = ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"))
-    yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned
+    yield RolloutServer(host, config.execution, warned.append), warned
 
 
 def weights(folder: Path, name: str) -> Path:
@@ -328,6 +358,110 @@ def test_what_a_server_does_not_answer_is_asked_of_another(
             ask(2)
 
 
+ROOM = {"max_lora_rank": 16, "max_loras": 2, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("room", "message"),
+    [
+        (
+            None,
+            r"no adapters; start it with `--enable-lora --max-loras 2 --max-lora-rank 16 --lora-target-modules LAYE",
+        ),
+        ({**ROOM, "max_lora_rank": 8}, "takes adapters of rank 8 at most; start it with `--max-lora-rank 16`"),
+        (
+            {**ROOM, "max_loras": 1},
+            "it holds 1 adapter, and answered for its base by that; start it with `--max-loras 2",
+        ),
+        (
+            {**ROOM, "target_modules": None},
+            "its head may have an adapter, and two questions about a prompt would end it",
+        ),
+        ({**ROOM, "target_modules": ["lm_head", "q_proj"]}, "its head may have an adapter"),
+    ],
+)
+def test_a_server_without_room_for_an_adapter_is_told_how_to_start(
+    served: Served, artifacts: dict[str, Path], room: dict[str, Any] | None, message: str
+) -> None:
+    served.lora = room
+    (problem,) = external_server_problems(adapted(served.url), ModelFacts(artifacts["base"] / "model"))
+    with pytest.raises(ServerError, match=message):
+        raise problem
+
+
+def test_a_server_that_loads_no_adapters_while_it_runs_is_told_so(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    served.lora = ROOM
+    assert found(adapted(served.url), artifacts, tmp_path) == []
+    served.swaps_adapters = False
+    too_high = adapted(served.url).model_copy(update={"adapter": AdapterConfig(rank=1000)})
+    (problem,) = external_server_problems(too_high, ModelFacts(artifacts["base"] / "model"))
+    assert "vLLM takes adapters of rank 512 at most; lower `adapter.rank`, from 1000" in str(problem)
+    ((_, problem),) = found(adapted(served.url), artifacts, tmp_path)
+    assert "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 where it starts" in str(problem)
+
+
+def adapted(url: str, **changed: Any) -> TrainConfig:
+    return config_of(url, **changed).model_copy(update={"adapter": AdapterConfig(rank=12)})
+
+
+def write_adapter(folder: Path, name: str, *layers: str) -> Path:
+    """Write an adapter in PEFT's format on these layers into a folder of this name."""
+    (folder / name).mkdir()
+    factors = {f"{PREFIX}layers.0.{layer}.lora_{one}.weight": np.ones((4, 4)) for layer in layers for one in "AB"}
+    save_file({key: value.astype("float32") for key, value in factors.items()}, folder / name / WEIGHTS_FILE)
+    (folder / name / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    return folder / name
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_server_that_would_leave_layers_without_an_adapter_is_no_use(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path, num_servers: int
+) -> None:
+    served.lora = ROOM
+    config = adapted(served.url, other_urls=["http://127.0.0.1:9/v1"] * (num_servers - 1))
+    servers = servers_of(config, artifacts)
+    with pytest.raises(ServerError, match="would leave o_proj without their adapter, and say nothing; start it with"):
+        servers.take(write_adapter(tmp_path, "step-0", "q_proj", "v_proj", "o_proj"))
+    assert served.adapters == {}
+
+
+def servers_of(config: TrainConfig, artifacts: dict[str, Path], warn: Any = print) -> PolicyServer:
+    """Return the named servers of a config as rank 0 uses them."""
+    hosts = ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"), "0123456789abcdef")
+    return ManyServers(hosts, config.execution, warn) if hosts[1:] else RolloutServer(hosts[0], config.execution, warn)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_each_round_asks_an_adapter_of_its_own_and_none_is_left(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path, num_servers: int
+) -> None:
+    """Servers load each version under a new name, and lose those of a killed attempt, but none of other stages."""
+    with running() as other:
+        names = {"other_urls": [f"{other.url}/v1"]} if num_servers == 2 else {}
+        config, warned = adapted(served.url, **names), []
+        every = (served, other)[:num_servers]
+        for one in every:
+            one.lora, one.adapters = ROOM, {"policy-0123456789ab-killed-step-4": "", "policy-another-run-step-4": ""}
+        servers = servers_of(config, artifacts, warned.append)
+        asked = [(number, {"prompt": [1]}) for number in range(4)]
+        for step in ("step-1", "step-2"):
+            servers.take(write_adapter(tmp_path, step, "q_proj", "v_proj"))
+            servers.ask(asked, lambda *_: None)
+            for one in every:
+                assert [*one.adapters.values()] == ["", step]
+                assert one.loaded == [], "it keeps its base"
+        assert not (tmp_path / "step-1").exists()
+        served.num_failing = {"completions": 1, "health": 1}
+        servers.ask(asked, lambda *_: None)
+        assert warned and [*served.adapters.values()] == ["", "step-2"], "given again, where it was still loaded"
+        servers.close()
+        for host in ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"), "0123456789abcdef"):
+            host.forget()
+        assert all([*one.adapters] == ["policy-another-run-step-4"] for one in every)
+
+
 def test_weights_that_it_refuses_twice_are_an_error(
     served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
 ) -> None:
@@ -341,8 +475,6 @@ def test_weights_that_it_refuses_twice_are_an_error(
 
 def test_what_does_not_go_together_is_refused() -> None:
     server = {"url": "http://host:8000/v1", "served_model": MODEL}
-    with pytest.raises(ValidationError, match=r"grpo\.server: takes whole weights only, and an adapter learns"):
-        make_config("grpo", data={"dataset": "problems"}, grpo={**OPTIONS, "server": server}, adapter={})
     with pytest.raises(ValidationError, match="should match pattern"):
         config_of("http://key@host")
     with pytest.raises(ValidationError, match="names http://host/v1 twice"):

@@ -74,7 +74,7 @@ def sampler(context: StageContext, device: Path) -> Iterator[tuple[RolloutServer
     config, warnings = config_of(), []
     assert config.rollouts
     host = OwnServer(context, config.rollouts, ServingConfig(dtype="float32"), config.execution, None, gpu_share=0.4)
-    rollouts = RolloutServer(host, config.execution, warnings.append, is_adapter=False, sleeps=True)
+    rollouts = RolloutServer(host, config.execution, warnings.append, sleeps=True)
     yield rollouts, warnings
     rollouts.close()
     assert not served_processes(context.scratch / "server")
