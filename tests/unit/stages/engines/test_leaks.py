@@ -4,6 +4,7 @@ In bf16, packed documents get to the bit what each gets alone, since both round 
 of equality says nothing before a model that leaks has failed it.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
 from stages.engines.fsdp.packed import packed
-from stages.engines.fsdp.probe import probe
+from stages.engines.fsdp.probe import Verdict, probe
 from stages.engines.mixers import has_mixers
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.models.facts import ModelFacts
@@ -36,10 +37,15 @@ def documents() -> tuple[Tensor, ...]:
     return torch.randint(1, 49, (sum(LENGTHS),)).split(LENGTHS)
 
 
+@functools.cache
+def probed(family: str) -> tuple[Verdict, dict[str, Tensor]]:
+    """Return the probe's verdict on a family, and the weights of its tiny model."""
+    return probe(tiny_config(family), trust_remote_code=False), tiny_model(family).state_dict()
+
+
 def model_of(family: str, dtype: torch.dtype, *, leaks: bool) -> TargetLogProbabilities:
     """Return a family's tiny model; if it leaks, one of its mixers does not know where documents end."""
-    verdict = probe(tiny_config(family), trust_remote_code=False)
-    weights = tiny_model(family).state_dict()
+    verdict, weights = probed(family)
     causal_lm = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=verdict.attention)
     causal_lm.load_state_dict(weights)
     model = TargetLogProbabilities(causal_lm.to(dtype).eval(), verdict)
