@@ -1,5 +1,6 @@
 """Episodes that agent programs lead: real processes ask the gateway by HTTP; a server of a scripted model samples."""
 
+import functools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stages.core.process_tree import living_processes
 from stages.data.calculator import DEFINITION
@@ -85,9 +86,15 @@ def calls_once(prompt: str) -> str:
     return f"Let me see.<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
+@functools.cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the models, whose training takes a second."""
+    return qwen3_tools.make_tokenizer()
+
+
 def make_model(folder: Path) -> Path:
     """Write the tokenizer and the config of a model without weights into a folder, and return it."""
-    tokenizer = qwen3_tools.make_tokenizer()
+    tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}))
     return folder

@@ -28,7 +28,6 @@ from stages.data.messages import Conversation
 from stages.harnesses.acting.playing import pass_at
 from stages.harnesses.harness import GenerationConfig, Results
 from stages.harnesses.registry import harness_of
-from stages.hubs.builtin import qwen3_tools
 from stages.kinds.evaluate.check import check
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import _write
@@ -41,6 +40,7 @@ from stages.rollouts.asking import seed_of
 from stages.rollouts.prompts import read_prompts
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
+from tests.agent_episodes import make_model
 from tests.http_server import answering
 
 NUM_QUESTIONS, NUM_SAMPLES = 5, 4
@@ -77,11 +77,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    tokenizer = qwen3_tools.make_tokenizer()
-    tokenizer.save_pretrained(made)
-    (made / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}))
-    return made
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

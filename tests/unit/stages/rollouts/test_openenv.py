@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from stages.core.errors import DataError, TransientError
 from stages.data.messages import Conversation, RowError, make_message
 from stages.data.tokenizer import DocumentTokenizer
-from stages.hubs.builtin import qwen3_tools
 from stages.kinds.train.rollouts.rounds import Completion, Group
 from stages.rollouts.environments.environment import Action, Environment
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader
 from stages.rollouts.environments.led import MOST_FAILURES
 from stages.rollouts.environments.openenv import OpenEnvEnvironment
 from stages.rollouts.environments.registry import AnyEnvironment
+from tests.agent_episodes import make_model
 from tests.http_server import answering
 from tests.openenv_stand_in import ODD, Game, guessing
 from tests.unit.stages.rollouts.test_environments import Scripted
@@ -44,9 +44,7 @@ def game() -> Iterator[Game]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    qwen3_tools.make_tokenizer().save_pretrained(made)
-    return made
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def play(folder: Path, config: OpenEnvEnvironment, turns: list[str], rows: list[dict[str, Any]]) -> list[Episode]:
