@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
 from stages.hubs.fetched import FetchedConfig
-from stages.hubs.files import requested_files
+from stages.hubs.files import requested_hashes
 from stages.hubs.registry import HUBS
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
@@ -48,8 +48,17 @@ CONTENT = "content of "
 CONTENTS_CACHE = "contents"
 """Name of the cache in which plans record contents of a recipe's files, so that later plans can describe changes."""
 MAX_NAMED = 5
-Hashed = dict[str, tuple[str, Path]]
-"""Hashed files of a folder: each file's SHA-256 and path, by file name."""
+
+
+@dataclass(frozen=True)
+class HashedFiles:
+    """Hashes of a folder's files, of which there may be 100,000. root: text before their names."""
+
+    root: str
+    sha256: Mapping[str, str]
+
+    def amount(self, name: str) -> str:
+        return amount_of(Path(self.root + name))
 
 
 class Content(StrictModel):
@@ -216,7 +225,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
         before = kept_contents(kept, str(differing.old)) if differing else None
         if before:
             changes = [*content_changes(before, contents_of(path))]
-            reason = reason.replace(str(differing), f"{field}: {_listed(changes)}") if changes else reason
+            reason = reason.replace(str(differing), f"{field}: {_listed(changes, len(changes))}") if changes else reason
     return replace(stage, reason=reason)
 
 
@@ -233,14 +242,17 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
     if differing is None or not HUBS[config.source.hub].is_local:
         return stage
     earlier = index.nearest(stage.kind, stage.name, stage.identity)
+    if earlier is None:
+        return stage
     try:
-        files = requested_files(config.request)
+        before, after = _contents(earlier), HashedFiles(*requested_hashes(config.request))
     except LifecycleError:
         return stage
-    changes = [*_file_changes(_contents(earlier), _outside(files))] if earlier else []
-    if not changes:
+    names = _changed_names(before, after)
+    if not names:
         return stage
-    words = f"files of {config.source}: {_listed(changes)}"
+    first = [_file_change(name, before, after) for name in names[:MAX_NAMED]]
+    words = f"files of {config.source}: {_listed(first, len(names))}"
     return replace(stage, reason=stage.reason.replace(str(differing), words))
 
 
@@ -254,39 +266,41 @@ def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pl
     return replace(stage, reason=stage.reason.replace(str(differing), words))
 
 
-def _listed(changes: list[str]) -> str:
-    more = [f"and {len(changes) - MAX_NAMED} more files"] if len(changes) > MAX_NAMED else []
+def _listed(changes: list[str], num_changes: int) -> str:
+    """Return the first changes of files in words, and how many more there are."""
+    more = [f"and {num_changes - MAX_NAMED} more files"] if num_changes > MAX_NAMED else []
     return ", ".join([*changes[:MAX_NAMED], *more])
 
 
 def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
     """Yield how an artifact's content files differ from an older one's, such as `train.jsonl 300 → 350 rows`."""
-    return _file_changes(_contents(old), _contents(new))
+    before, after = _contents(old), _contents(new)
+    return (_file_change(name, before, after) for name in _changed_names(before, after))
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
     """Describe how a file or folder changed between two recorded hashes; None unless both have contents."""
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
-    return _listed(changes) if changes else None
+    return _listed(changes, len(changes)) if changes else None
 
 
-def _contents(artifact: Artifact) -> Hashed:
+def _contents(artifact: Artifact) -> HashedFiles:
     folder = CONTENT_FOLDERS[artifact.record.product]
-    files = {name: entry for name, entry in artifact.record.files.items() if name.startswith(folder)}
-    return {name.removeprefix(folder): (entry.sha256, artifact.folder / name) for name, entry in files.items()}
+    files = {name: entry["sha256"] for name, entry in artifact.record.files.items() if name.startswith(folder)}
+    return HashedFiles(f"{artifact.folder}/{folder}", {name.removeprefix(folder): one for name, one in files.items()})
 
 
-def _outside(files: Mapping[str, Path]) -> Hashed:
-    hashes = sha256_of_files(files)
-    return {name: (hashes[name], path) for name, path in files.items()}
+def _changed_names(before: HashedFiles, after: HashedFiles) -> list[str]:
+    return sorted({name for name, _ in before.sha256.items() ^ after.sha256.items()})
 
 
-def _file_changes(before: Hashed, after: Hashed) -> Iterator[str]:
-    for name in sorted(before.keys() | after.keys()):
-        if name not in after:
-            yield f"{name} is gone"
-        elif name not in before:
-            yield f"{name} is new ({amount_of(after[name][1])})"
-        elif before[name][0] != after[name][0]:
-            yield f"{name} {changed_amount(*(amount_of(side[name][1]) for side in (before, after)))}"
+def _file_change(name: str, before: HashedFiles, after: HashedFiles) -> str:
+    if name not in after.sha256:
+        return f"{name} is gone"
+    amount = after.amount(name)
+    return (
+        f"{name} {changed_amount(before.amount(name), amount)}"
+        if name in before.sha256
+        else f"{name} is new ({amount})"
+    )

@@ -207,5 +207,5 @@ def _files(artifact: Artifact) -> Iterator[ContentFile]:
             with suppress(OSError):
                 num_rows = rows_of(artifact.folder / name)
             yield ContentFile(
-                name=name.removeprefix(folder), size_bytes=entry.size, sha256=entry.sha256, num_rows=num_rows
+                name=name.removeprefix(folder), size_bytes=entry["size"], sha256=entry["sha256"], num_rows=num_rows
             )

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
 from flows.recipe.version import canonical_json
 from stages.core.approval import APPROVAL_FILE
-from stages.core.contract import StrictModel
 from stages.core.fields import Product
 from stages.core.hashing import sha256_of_files
 from stages.core.metric_series import METRICS_FILE
@@ -38,8 +40,9 @@ HASHING_THREADS = 4
 MAX_OUTSIDE_FILES = 10_000
 
 
-class FileEntry(StrictModel):
-    """Recorded size in bytes and sha256 of one file of an artifact."""
+@with_config(ConfigDict(extra="forbid"))
+class FileEntry(TypedDict):
+    """Recorded size in bytes and sha256 of one file of an artifact: a dict, as a record may have 100,000."""
 
     size: int
     sha256: str
@@ -109,7 +112,7 @@ def content_digest(product: Product, files: Files) -> str:
     # Every name begins with "".
     folder = CONTENT_FOLDERS.get(product, "")
     return _digest(
-        {name: entry.sha256 for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
+        {name: entry["sha256"] for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
     )
 
 
@@ -120,15 +123,20 @@ def is_pending(artifact: Path) -> bool:
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
     """Return a sentence for each file that is missing or has another size than recorded, without reading content."""
-    return tuple(line for name, entry in files.items() if (line := _damage(f"{folder}/{name}", name, entry.size)))
-
-
-def _damage(path: str, name: str, size: int) -> str | None:
+    damage = []
+    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        num_bytes = os.lstat(path).st_size  # half the time of a Path's: there may be 100,000
-    except OSError:
-        return f"{name} is missing"
-    return None if num_bytes == size else f"{name} has {num_bytes} bytes instead of {size}"
+        for name, entry in files.items():
+            try:  # from the folder on, and without a Path, which is fastest: there may be 100,000
+                num_bytes = os.stat(name, dir_fd=root, follow_symlinks=False).st_size
+            except OSError:
+                damage.append(f"{name} is missing")
+                continue
+            if num_bytes != entry["size"]:
+                damage.append(f"{name} has {num_bytes} bytes instead of {entry['size']}")
+    finally:
+        os.close(root)
+    return tuple(damage)
 
 
 def _digest(hashes: dict[str, str]) -> str:

@@ -155,11 +155,11 @@ class Remote:
 
     def _send(self, entry: FileEntry, file: Path, check: Callable[[], None]) -> None:
         check()
-        if not entry.size:
+        if not entry["size"]:
             return  # nothing to hold
-        blob = blob_name(entry.sha256)
+        blob = blob_name(entry["sha256"])
         there = self.objects.written(blob, check)
-        if there and there.size_bytes == entry.size and datetime.now(UTC) - there.written < FRESH:
+        if there and there.size_bytes == entry["size"] and datetime.now(UTC) - there.written < FRESH:
             return
         try:
             found = hash_file(file)
@@ -178,9 +178,9 @@ class Remote:
             return
         hasher = hashlib.sha256()
         target.parent.mkdir(parents=True, exist_ok=True)
-        blob = blob_name(entry.sha256)
-        listed = self.objects.written(blob, check) if entry.size else None
-        is_other = listed is not None and listed.size_bytes != entry.size
+        blob = blob_name(entry["sha256"])
+        listed = self.objects.written(blob, check) if entry["size"] else None
+        is_other = listed is not None and listed.size_bytes != entry["size"]
         if not is_other:
             with full_disk_named(f"receiving {target.name} from {self.address}", target), target.open("wb") as stream:
 
@@ -188,8 +188,8 @@ class Remote:
                     stream.write(chunk)
                     hasher.update(chunk)
 
-                self.objects.receive(blob, entry.size, take, check)
-            is_other = hasher.hexdigest() != entry.sha256
+                self.objects.receive(blob, entry["size"], take, check)
+            is_other = hasher.hexdigest() != entry["sha256"]
         if is_other:
             target.unlink(missing_ok=True)
             raise StoreError(
@@ -210,7 +210,7 @@ class Remote:
             (record.kind, record.version) == (kind, version)
             and NAME.fullmatch(record.stage)
             and version_of(record.identity) == version
-            and all(SHA256.fullmatch(entry.sha256) and entry.size >= 0 for entry in record.files.values())
+            and all(SHA256.fullmatch(entry["sha256"]) and entry["size"] >= 0 for entry in record.files.values())
             and not any(name.split("/")[0] in NOT_OF_THE_ARTIFACT for name in record.files)
             and record.digest == content_digest(record.product, record.files)
         )

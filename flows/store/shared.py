@@ -147,7 +147,9 @@ def obtain(store: Store, kind: str, version: str) -> Artifact | None:
 def receive(store: Store, remote: Remote, record: Record, check: Callable[[], None] = go_on) -> Artifact:
     """Receive an artifact whole into the local store, in place of one of the same version; resume an earlier try."""
     # Of its content, so that files of another one are never taken for its own.
-    key = hashlib.sha256(canonical_json({name: one.sha256 for name, one in record.files.items()}).encode()).hexdigest()
+    key = hashlib.sha256(
+        canonical_json({name: one["sha256"] for name, one in record.files.items()}).encode()
+    ).hexdigest()
     with store.lock(record.kind, key[:12], check):
         local = store.find(record.kind, record.version)
         if local and local.record == record and not local.damage:

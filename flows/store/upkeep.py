@@ -35,7 +35,11 @@ def lacking(remote: Remote) -> Iterator[tuple[Record | StoreError, tuple[str, ..
         files = shared.record.files.items()
         yield (
             shared.record,
-            tuple(name for name, entry in files if entry.size and sizes.get(blob_name(entry.sha256)) != entry.size),
+            tuple(
+                name
+                for name, entry in files
+                if entry["size"] and sizes.get(blob_name(entry["sha256"])) != entry["size"]
+            ),
         )
 
 
@@ -67,7 +71,7 @@ def find_unneeded(
     ]
     gone = {listed.name for listed in superseded}
     named = {
-        blob_name(entry.sha256)
+        blob_name(entry["sha256"])
         for name, (artifact, _) in sent.items()
         if name not in gone
         for entry in artifact.record.files.values()

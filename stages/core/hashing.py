@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ MANY_FILES = 1000
 """Number of files from which on all are cached, also small ones: opening each would take as long as reading it."""
 FILES_AT_ONCE = 64
 """Number of many files that a thread hashes before it takes the next."""
+FileTimes = tuple[int, int, int, int]
+"""Size in bytes of a file, its times of change (of content, and of status) in ns, and inode, which tell a change."""
 ENTRY = struct.Struct("<4Q32s")
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
 """Smallest total size of files whose hashing has a time limit, and bytes that opening a file counts as."""
@@ -50,18 +53,18 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
 def sha256_of_files(
     files: Mapping[str, Path | str],
     limit_s: float | None = None,
-    statuses: Mapping[str, os.stat_result] | None = None,
+    times: Mapping[str, FileTimes] | None = None,
 ) -> dict[str, str]:
     """Return the sha256 hex digest of each file, by name; progress is printed on stderr if it takes long.
 
     limit_s: time after which (but for small files) TransientError is raised; finished files are not hashed again.
-    statuses: of the files, links followed, if a caller has them. Raises `OSError`.
+    times: of the files, if a caller has them. Raises `OSError`.
     """
-    statuses = statuses or {name: os.stat(path) for name, path in files.items()}  # noqa: PTH116 (half as fast)
-    many = _ManyFiles.of(files, statuses)
+    times = times or {name: times_of(os.stat(path)) for name, path in files.items()}  # noqa: PTH116 (half as fast)
+    many = _ManyFiles.of(files, times)
     known = many.digests() if many else {}
     rest = [name for name in files if name not in known]
-    total_bytes = sum(statuses[name].st_size for name in rest)
+    total_bytes = sum(times[name][0] for name in rest)
     is_small = total_bytes + len(rest) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
     end_s = None if limit_s is None or is_small else time.monotonic() + limit_s
     job = _Job(total_bytes)
@@ -92,23 +95,21 @@ def sha256_of_files(
             many.keep(known | hashed)
 
 
-def digest_of_many(source: str, statuses: Mapping[str, os.stat_result], compute: Callable[[], str]) -> str:
+def digest_of_many(source: str, times: Mapping[str, FileTimes], compute: Callable[[], str]) -> str:
     """Return the digest that `compute` makes of many files and of what `source` says of them, once while none changes.
 
-    statuses: of the files, by name. Names, sizes, times and inodes tell a change, as of each file.
+    times: of the files, by name.
     """
-    if len(statuses) < MANY_FILES:
+    if len(times) < MANY_FILES:
         return compute()
-    times = array("Q")
-    for status in statuses.values():
-        times.extend(_times(status))
-    listing = hashlib.sha256("\0".join((source, *statuses)).encode(errors="surrogateescape"))
-    listing.update(times)
-    key = f"{len(statuses)} files|{listing.hexdigest()}"
+    numbers = array("Q", chain.from_iterable(times.values()))
+    listing = hashlib.sha256("\0".join((source, *times)).encode(errors="surrogateescape"))
+    listing.update(numbers)
+    key = f"{len(times)} files|{listing.hexdigest()}"
     if known := _lookup(key):
         return known
     digest = compute()
-    if max(max(times[1::4]), max(times[2::4])) < _settled_ns():
+    if max(max(numbers[1::4]), max(numbers[2::4])) < _settled_ns():
         _keep(key, digest)
     return digest
 
@@ -127,10 +128,10 @@ class _ManyFiles:
     """
 
     folder: str
-    statuses: Mapping[str, os.stat_result]
+    times: Mapping[str, FileTimes]
 
     @classmethod
-    def of(cls, files: Mapping[str, Path | str], statuses: Mapping[str, os.stat_result]) -> _ManyFiles | None:
+    def of(cls, files: Mapping[str, Path | str], times: Mapping[str, FileTimes]) -> _ManyFiles | None:
         """Return the files if they are many, and their names are paths below one folder; else None."""
         if len(files) < MANY_FILES:
             return None
@@ -138,13 +139,13 @@ class _ManyFiles:
         folder = str(path).removesuffix(name)
         if any(folder + name != str(path) for name, path in files.items()):
             return None
-        return cls(os.path.realpath(folder), statuses)
+        return cls(os.path.realpath(folder), times)
 
     def digests(self) -> dict[str, str]:
         """Return the cached digests of those files that have not changed since, by name."""
         kept, digests = self._kept(), {}
-        for name, status in self.statuses.items():
-            if (entry := kept.get(name)) and entry[:-1] == _times(status):
+        for name, times in self.times.items():
+            if (entry := kept.get(name)) and entry[:-1] == times:
                 digests[name] = entry[-1].hex()
         return digests
 
@@ -153,7 +154,7 @@ class _ManyFiles:
         before_ns = _settled_ns()
         kept = self._kept()
         for name, digest in digests.items():
-            times = _times(self.statuses[name])
+            times = self.times[name]
             if max(times[1:3]) < before_ns:
                 kept[name] = (*times, bytes.fromhex(digest))
         names = "\0".join(kept).encode(errors="surrogateescape")
@@ -173,7 +174,8 @@ class _ManyFiles:
         return dict(zip(row[0].decode(errors="surrogateescape").split("\0"), ENTRY.iter_unpack(row[1]), strict=True))
 
 
-def _times(status: os.stat_result) -> tuple[int, int, int, int]:
+def times_of(status: os.stat_result) -> FileTimes:
+    """Return the size, times and inode of a file, given its status, links followed."""
     # Of a file from before 1970, too, an unsigned number.
     return status.st_size, status.st_mtime_ns % 2**64, status.st_ctime_ns, status.st_ino
 

@@ -264,11 +264,12 @@ def _all_files(folder: Path, *, of_rows: bool = False) -> list[Path]:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir(follow_symlinks=False):
+                is_plain = entry.is_file(follow_symlinks=False)
+                if not is_plain and entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.path.isascii() and NOT_TEXT.search(entry.path):
                     raise DataError(f"the name of the file {os.fsencode(entry.path)!r} is not UTF-8; rename it")
-                elif _is_file(entry):
+                elif is_plain or _is_file(entry):
                     if not of_rows or holds_rows(entry.name):
                         paths.append(Path(entry.path))
                 elif Path(entry.path).is_dir() or holds_rows(entry.name):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
-from stages.core.hashing import digest_of_many, sha256_of_files
+from stages.core.hashing import FileTimes, digest_of_many, sha256_of_files, times_of
 from stages.core.redaction import shortened
 from stages.hubs.delivery import Progress, check_disk
 from stages.hubs.hub import Request, Source
@@ -22,16 +22,10 @@ class Files:
     """Hub for local files, which copies them; a revision is a hash of the names and contents of the copied files."""
 
     def resolve_revision(self, request: Request) -> str:
-        root, statuses = _found(request)
-
-        def compute() -> str:
-            selected = {name: statuses[name] for name in select_files(request, sorted(statuses))}
-            files = {name: root + name for name in selected}
-            return content_hash(sha256_of_files(files, request.limit_s, selected).items())
-
+        root, times = _found(request)
+        source = f"{os.path.realpath(root)} {replace(request, limit_s=None)}"
         try:
-            source = f"{os.path.realpath(root)} {replace(request, limit_s=None)}"
-            return digest_of_many(source, statuses, compute)
+            return digest_of_many(source, times, lambda: content_hash(_hashes(request, root, times).items()))
         except OSError as error:
             raise DownloadError(f"{request.source} cannot be read: {error}") from error
 
@@ -58,12 +52,23 @@ NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 def requested_files(request: Request) -> dict[str, Path]:
     """Return the paths of the requested local files, by name. Raises DownloadError."""
-    root, statuses = _found(request)
-    return {name: Path(root + name) for name in select_files(request, sorted(statuses))}
+    root, times = _found(request)
+    return {name: Path(root + name) for name in select_files(request, sorted(times))}
 
 
-def _found(request: Request) -> tuple[str, dict[str, os.stat_result]]:
-    """Return local files by name, links followed, and the text before their names. Raises DownloadError.
+def requested_hashes(request: Request) -> tuple[str, dict[str, str]]:
+    """Return the text before the names of the requested local files, and the sha256 of each. Raises DownloadError."""
+    root, times = _found(request)
+    return root, _hashes(request, root, times)
+
+
+def _hashes(request: Request, root: str, times: Mapping[str, FileTimes]) -> dict[str, str]:
+    selected = {name: times[name] for name in select_files(request, sorted(times))}
+    return sha256_of_files({name: root + name for name in selected}, request.limit_s, selected)
+
+
+def _found(request: Request) -> tuple[str, dict[str, FileTimes]]:
+    """Return the times of local files by name, and the text before their names. Raises DownloadError.
 
     The name is that of a file, or its path in a folder. Of 100,000 pictures, each is looked at once, and has no Path.
     """
@@ -76,8 +81,9 @@ def _found(request: Request) -> tuple[str, dict[str, os.stat_result]]:
         if path.is_dir():
             root, files = f"{path}/", _walk(path)
         else:
-            root, files = str(path).removesuffix(path.name), {path.name: path.stat()}
-            _check_readable_file(str(path), path, files[path.name])
+            root, status = str(path).removesuffix(path.name), path.stat()
+            files = {path.name: times_of(status)}
+            _check_readable_file(str(path), path, status)
     except OSError as error:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
     if not files:
@@ -92,23 +98,25 @@ def _exists(path: Path) -> bool:
         raise DownloadError(f"file://{shortened(str(path), 200)} cannot be read: {error.strerror}") from error
 
 
-def _walk(folder: Path) -> dict[str, os.stat_result]:
-    """Return all files that are not hidden, by name. Raises DownloadError for a link that leads out of the folder."""
-    files: dict[str, os.stat_result] = {}
+def _walk(folder: Path) -> dict[str, FileTimes]:
+    """Return the times of all files that are not hidden, by name. Raises DownloadError for a link out of the folder."""
+    files: dict[str, FileTimes] = {}
     folders = [(str(folder), "")]
     while folders:
         parent, begin = folders.pop()
         with os.scandir(parent) as entries:
             for entry in entries:
-                name = begin + entry.name
                 if entry.name.startswith("."):
                     continue
-                if entry.is_symlink():
-                    _check_link(Path(entry.path), folder)
-                if entry.is_dir():
-                    folders.append((entry.path, f"{name}/"))
-                    continue
-                files[name] = status = entry.stat()
+                name = begin + entry.name
+                if not entry.is_file(follow_symlinks=False):  # which says for most that they are neither
+                    if entry.is_symlink():
+                        _check_link(Path(entry.path), folder)
+                    if entry.is_dir():
+                        folders.append((entry.path, f"{name}/"))
+                        continue
+                status = entry.stat()
+                files[name] = times_of(status)
                 if status.st_mode & USUAL_BITS != USUAL_MODE or not name.isascii():
                     _check_readable_file(entry.path, folder, status)
     return files

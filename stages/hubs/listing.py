@@ -84,13 +84,13 @@ def check_names(names: Iterable[str], source: object) -> None:
 def check_fit(names: Iterable[str], source: object) -> None:
     """Raise DownloadError if two files of a download would be written to the same local path."""
     files = set(names)
+    unfinished = {name.removesuffix(PARTIAL_SUFFIX): name for name in files if name.endswith(PARTIAL_SUFFIX)}
     parents: dict[str, str | None] = {}
     for name in files:
         folder = name.rpartition("/")[0]
         if folder not in parents:  # a file where those in it need a folder
             parents[folder] = next((path for path in map(str, PurePosixPath(name).parents) if path in files), None)
-        unfinished = f"{name}{PARTIAL_SUFFIX}"
-        if other := parents[folder] or (unfinished if unfinished in files else None):
+        if other := parents[folder] or unfinished.get(name):
             raise DownloadError(
                 f"{source} lists {quoted(name, QUOTED_CHARACTERS)} and {quoted(other, QUOTED_CHARACTERS)}, and both "
                 "cannot be written to one folder; take another mirror or revision, or name the files (`files`)"

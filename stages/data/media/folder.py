@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -81,11 +82,12 @@ class MediaFolder:
         except MediaError as error:
             raise RowError(f"has a {NOUNS[kind]} inside of it, which {error}") from error
         path = _path_of(kind, source)
-        place = self._found(path).relative_to(self.root.resolve()).as_posix()
+        file = self._found(path)
+        place = file.relative_to(self._real_root).as_posix()
         if len(place.encode()) > MAX_PATH_BYTES:
             raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
         try:
-            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path, FORMS[kind].max_bytes))
+            return self._reference(kind, place.removesuffix(SUFFIX), _read(file, FORMS[kind].max_bytes))
         except MediaError as error:
             raise RowError(f"has the {NOUNS[kind]} {quoted(path, MAX_QUOTED)}, which {error}") from error
 
@@ -116,7 +118,7 @@ class MediaFolder:
             if is_embedded(reference.path):
                 data = read_embedded(self.root, reference.path, reference.sha256)
             else:
-                data = self._read(reference.path, FORMS[reference.kind].max_bytes)
+                data = _read(self._found(reference.path), FORMS[reference.kind].max_bytes)
         except (OSError, ValueError) as error:  # of a file that is gone, or holds something else now
             raise DataError(f"the {noun} {reference.path} of {self.root} cannot be read: {error}") from error
         if data is None or hashlib.sha256(data).hexdigest() != reference.sha256:
@@ -147,18 +149,13 @@ class MediaFolder:
     def _size(self, kind: MediaKind, data: bytes) -> MediaSize:
         return FORMS[kind].inspect(data, self.by_header)
 
-    def _read(self, path: str, max_bytes: int) -> bytes:
-        found = self._found(path)
-        try:
-            with open_file(found) as file:
-                data = file.read(max_bytes + 1)
-        except OSError as error:
-            raise MediaError(f"cannot be read: {error.strerror}; make it readable") from error
-        return data
+    @cached_property
+    def _real_root(self) -> Path:
+        return self.root.resolve()
 
     def _found(self, path: str) -> Path:
         """Return the real path of a row's file. Raises RowError unless it is a file inside the dataset's folder."""
-        root = self.root.resolve()
+        root = self._real_root
         for base in self.bases:
             for name in (path, path + SUFFIX):
                 try:
@@ -182,6 +179,14 @@ class MediaFolder:
             f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
             "or beside the data file (a download fetches them with `media: true`)"
         )
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    try:
+        with open_file(file) as stream:
+            return stream.read(max_bytes + 1)
+    except OSError as error:
+        raise MediaError(f"cannot be read: {error.strerror}; make it readable") from error
 
 
 def _path_of(kind: MediaKind, source: object) -> str:

@@ -148,8 +148,8 @@ def test_the_digest_of_many_files_is_made_again_when_one_of_them_changes(tmp_pat
     made = []
 
     def digest(source="pictures"):
-        statuses = {path.name: path.stat() for path in sorted(tmp_path.glob("*.png"))}
-        return digest_of_many(source, statuses, lambda: made.append(source) or f"{len(made)}")
+        times = {path.name: hashing.times_of(path.stat()) for path in sorted(tmp_path.glob("*.png"))}
+        return digest_of_many(source, times, lambda: made.append(source) or f"{len(made)}")
 
     assert [digest(), digest()] == ["1", "2"]  # none is kept while a time lies beyond what tells the next change
     os.utime(files[0], (5, 5))
