@@ -16,12 +16,13 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from stages.core.contract import StageContext
+from stages.core.contract import StageContext, StageInput
 from stages.core.errors import DataError, EvaluationError, ServerError
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.judge.harness import Judge
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.harnesses.registry import HARNESSES
+from stages.kinds.evaluate.check import check
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import _write
 from stages.kinds.promote.judged_pairs import judged_pairs
@@ -190,6 +191,25 @@ def test_the_forms_of_pictures_are_one(model: Path, server: Server, tasks: Path,
     assert [one["path"] for one in of_parquet[1]["media"]] == ["colors.parquet#2"] * 2
     assert "base64" not in json.dumps([of_rows, of_parquet], default=str)
     assert all(len(json.dumps(sample, default=str)) < 3000 for sample in of_rows + of_parquet)
+
+
+@pytest.mark.parametrize("max_images", [1, 2])
+def test_more_pictures_than_the_server_takes_are_refused_before_any_model_is_trained(
+    tasks: Path, model: Path, tmp_path: Path, max_images: int
+) -> None:
+    asked(tasks, [row("red", "blue")])
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model").symlink_to(model)
+    config = {"kind": "evaluate", "model": "base", "tasks": ["colors"], "task_folder": str(tasks)}
+    config |= {"apply_chat_template": True, "serving": {"max_images": max_images}}
+    inputs, cache = {"base": tmp_path / "base"}, tmp_path / "cache"
+    stage = StageInput(name="e", kind="evaluate", version="0" * 12, config=config, inputs=inputs, cache=cache)
+    message = (
+        "sample 0 of the task colors has 2 pictures, and the server takes at most 1 in one request; raise "
+        "`serving.max_images`"
+    )
+    found = [(field, message in str(problem)) for field, problem in check(stage)]
+    assert found == ([("tasks", True)] if max_images == 1 else [])
 
 
 @pytest.mark.parametrize(
