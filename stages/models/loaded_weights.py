@@ -64,11 +64,11 @@ def convert_stored_buffers(causal_lm: Any, dtype_of: Callable[[str], torch.dtype
 
 def modules_kept_in_fp32(
     causal_lm: Any, dtype: torch.dtype, dtype_of: Callable[[str], torch.dtype] | None = None
-) -> list[nn.Module]:
+) -> tuple[list[nn.Module], set[str]]:
     """Return the largest modules whose parameters must all be computed in fp32 while others are in `dtype`.
 
-    dtype_of: as of `dtype_of_weights`, if the caller has it; else the model is built on `meta`. Raises ModelError when
-    such a parameter shares a module with others: FSDP2 casts all of a module.
+    With them come names of such parameters that share a module with others, as A_log of gated delta rules. dtype_of:
+    as of `dtype_of_weights`, if the caller has it; else the model is built on `meta`.
     """
     dtype_of = dtype_of or dtype_of_weights(causal_lm, dtype)
     kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}
@@ -83,10 +83,4 @@ def modules_kept_in_fp32(
             kept -= names
         else:
             todo += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
-    if kept:
-        raise ModelError(
-            f"{type(causal_lm).__name__} keeps {len(kept)} weights in fp32 "
-            f"({', '.join(sorted(kept)[:NUM_NAMED])}) that "
-            "share a module with others, which cannot be computed in bf16 beside them; say `precision: fp32`"
-        )
-    return modules
+    return modules, kept

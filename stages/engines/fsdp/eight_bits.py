@@ -65,7 +65,7 @@ def float8_exclusions(causal_lm: Any) -> dict[str, str | None]:
     """Return, by layer name, why a linear layer must stay in bf16; None for a layer that can multiply in 8 bits."""
     head = causal_lm.get_output_embeddings()
     routers = {id(part) for router in routers_of(causal_lm) for part in router.modules()}
-    in_fp32 = {id(part) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for part in kept.modules()}
+    in_fp32 = {id(part) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16)[0] for part in kept.modules()}
 
     def reason(name: str, module: nn.Linear) -> str | None:
         if module is head:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.adapters.config import AdapterConfig
+from stages.core.errors import ModelError
 from stages.engines.fsdp.rectangles import own_indices
 from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
@@ -371,8 +372,17 @@ def parameter_groups(
 
 
 def convert_to_bf16(causal_lm: nn.Module) -> None:
-    """Convert all weights to bf16 before sharding, except those that the architecture keeps in fp32."""
-    kept = {id(one) for module in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in module.parameters()}
+    """Convert all weights to bf16 before sharding, except those of modules that the architecture keeps in fp32.
+
+    Raises ModelError where it keeps single weights amid others: FSDP2 trains weights of one dtype together.
+    """
+    modules, beside_others = modules_kept_in_fp32(causal_lm, torch.bfloat16)
+    if beside_others:
+        raise ModelError(
+            f"`optimizer.bf16_stochastic_round` holds weights in bf16, but {type(causal_lm).__name__} keeps "
+            f"{len(beside_others)} in fp32 that share a module with others, such as {min(beside_others)}; remove it"
+        )
+    kept = {id(one) for module in modules for one in module.parameters()}
     for parameter in causal_lm.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,6 +1,6 @@
 """Application of a parallel layout to an FSDP2 model: recomputation, compilation, sharding, loading of weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -231,7 +231,7 @@ def apply_fsdp(
 ) -> None:
     """Shard by FSDP2 each layer, the input embedding unless tied to the head, and all other weights as one group.
 
-    Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
+    Modules that the architecture keeps in fp32 are sharded apart, and single weights are left as they are in a group.
     """
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
@@ -245,7 +245,11 @@ def apply_fsdp(
             one.data = one.data if one.is_meta else one.data.to(mesh.device_type)
     dtype_of = dtype_of_weights(model.causal_lm, compute_dtype)
     convert_stored_buffers(model.causal_lm, dtype_of)
-    for module in modules_kept_in_fp32(model.causal_lm, compute_dtype, dtype_of):
+    alone, beside_others = modules_kept_in_fp32(model.causal_lm, compute_dtype, dtype_of)
+    places = {
+        (model.causal_lm.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in beside_others
+    }
+    for module in alone:
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     embedding = model.causal_lm.get_input_embeddings()
@@ -272,6 +276,7 @@ def apply_fsdp(
         if mesh.device_type == "cpu":
             module.set_custom_reduce_scatter(AllToAllReduceScatter())
     reduce_unused(model)
+    keep_in_fp32(model, places)
 
 
 def shard_experts(causal_lm: nn.Module, layout: Layout, mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -312,9 +317,43 @@ def reduce_unused(model: nn.Module) -> None:
         return
     # torch 2.11 and 2.12 have no method for it, and one group of parameters a module.
     for module in fsdp_modules(model):
-        state = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        for group in _groups_of(module):
             group.post_backward = partial(_post_backward_of_all, group, group.post_backward)
+
+
+def keep_in_fp32(model: nn.Module, places: Collection[tuple[nn.Module, str]]) -> None:
+    """Compute single weights, named by module and attribute, in fp32 amid a group that FSDP2 casts to another dtype.
+
+    FSDP2 has one policy a group, and reduces gradients of one dtype: here all are converted to fp32 before.
+    """
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for group in (group for module in fsdp_modules(model) for group in _groups_of(module)) if places else ():
+        kept = [one for one in group.fsdp_params if (one._module_info.module, one._module_info.param_name) in places]
+        for weight in kept:
+            weight.init_dtype_attrs = partial(_init_dtypes, weight.init_dtype_attrs, policy)
+        if kept:
+            reduced = partial(_post_backward_in_fp32, group, group.post_backward)
+            # Zeros for weights without a gradient come before, in the dtype of each.
+            group.post_backward = partial(_post_backward_of_all, group, reduced)
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """Return a module's groups of parameters; in torch 2.11 and 2.12 there is one."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [*filter(None, [state._fsdp_param_group])]
+
+
+def _init_dtypes(init: Callable[[MixedPrecisionPolicy], None], policy: MixedPrecisionPolicy, *of_group: Any) -> None:
+    init(policy)
+
+
+def _post_backward_in_fp32(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Add gradients to earlier micro-batches', in fp32, before FSDP2 reduces them together."""
+    for weight in group.fsdp_params if group.reduce_grads else ():
+        if hasattr(weight, "_unsharded_param"):
+            weight.accumulate_unsharded_grad_if_needed()
+            weight.to_accumulated_grad_if_needed()
+    post_backward(*unused)
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxConfig,
     MiniMaxM2Config,
+    OlmoHybridConfig,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -26,6 +27,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.export import export_model
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.optimizer import convert_to_bf16
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
@@ -42,6 +44,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
+SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -53,6 +56,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, head_dim=8, num_experts=8, moe_topk=2),
     "minimax_m2": lambda: MiniMaxM2Config(**SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2),
+    "olmo_hybrid": lambda: OlmoHybridConfig(
+        **SIZES, layer_types=["linear_attention", "full_attention"], **dict.fromkeys(SPECIAL, None)
+    ),
     "minimax": lambda: MiniMaxConfig(**SIZES, block_size=4, layer_types=["linear_attention", "full_attention"]),
 }
 KEPT = {
@@ -64,6 +70,7 @@ KEPT = {
     # Buffers that files hold, in the dtype of the weights: biases of routers, and decays.
     "minimax_m2": set(),
     "minimax": set(),
+    "olmo_hybrid": {"linear_attn.A_log"},
 }
 
 
@@ -153,10 +160,13 @@ def test_what_is_kept_depends_on_the_dtype_as_in_transformers() -> None:
     assert dtype_of_weights(model, torch.float32)(name) == torch.float32
 
 
-def test_a_kept_weight_amid_others_is_refused_by_name() -> None:
+def test_kept_weights_are_found_alone_and_amid_others() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "attention_bias": True}))
-    model._keep_in_fp32_modules_strict = {"q_proj.bias"}
-    with pytest.raises(ModelError, match=r"keeps 2 weights in fp32 .*q_proj\.bias.*say `precision: fp32`"):
-        modules_kept_in_fp32(model, torch.bfloat16)
-    assert modules_kept_in_fp32(model, torch.float32) == []
+    model._keep_in_fp32_modules_strict = {"q_proj.bias", "o_proj"}
+    modules, amid_others = modules_kept_in_fp32(model, torch.bfloat16)
+    assert {*modules} == {layer.self_attn.o_proj for layer in model.model.layers}
+    assert amid_others == {f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(2)}
+    assert modules_kept_in_fp32(model, torch.float32) == ([], set())
+    with pytest.raises(ModelError, match=r"keeps 2 in fp32 .*q_proj\.bias; remove it"):
+        convert_to_bf16(model)
