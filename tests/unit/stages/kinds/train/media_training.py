@@ -14,7 +14,7 @@ from stages.kinds.merge.merging import merge
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.run import quantized
 from stages.kinds.train import run as training
-from stages.models.facts import ModelFacts
+from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from tests.train_stage import make_config, make_context
 
 DATA = {"dataset": "rows", "sequence_length": 320}
@@ -80,6 +80,13 @@ def mean_loss(model, processor, documents):
     return total / num_tokens
 
 
+def processor_files(artifact):
+    """Return the contents of the files of a processor, by name, in the folder of an artifact's model or adapter."""
+    found = {path.name: path.read_bytes() for path in artifact.glob("*/*") if path.name in PROCESSOR_FILES}
+    assert found
+    return found
+
+
 def merged_and_quantized(tmp_path, inputs, asked, **fields):
     """Train an adapter, merge it, quantize that; return the metrics of each, none of which may be refused."""
     for split in ("train", "validation"):
@@ -100,4 +107,5 @@ def merged_and_quantized(tmp_path, inputs, asked, **fields):
         context = StageContext(tmp_path / name, name, "0" * 12, folders, leases={}, cache=tmp_path / "cache")
         metrics[name] = (merge if name == "merged" else quantized)(config, context).metrics
         assert not context.findings
+        assert processor_files(tmp_path / name) == processor_files(tmp_path / "work"), name
     return metrics
