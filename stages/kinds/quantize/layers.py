@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
+from stages.engines.fsdp.sources import ModelFiles
 from stages.models.carried_weights import OLD_BUFFERS, carried_names, mtp_names
 from stages.models.linear_layers import EXPERTS, Projection, matches
 from stages.models.loading import build_model, head_of, load_config
@@ -37,6 +38,8 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
     try:
         config = load_config(folder, trust_remote_code=trust_remote_code)
         model: PreTrainedModel = build_model(config, head=head_of(config), trust_remote_code=trust_remote_code)
+        # As of a model that was loaded: without them, names in files of older versions would be its own in none.
+        model._weight_conversions = ModelFiles(folder, model).conversions
     except Exception as error:
         raise ModelError(
             f"Transformers cannot build the model that {folder / 'config.json'} describes: "

@@ -17,9 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import DataError, ModelError, ResourceError
+from stages.engines.export import weight_shapes
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.parts import parts_of
 from stages.engines.media import with_media
+from stages.kinds.quantize.layers import build_without_weights, check_nothing_lost
 from stages.models.media import SoundSize
 from stages.models.processor import MediaProcessor
 from tests.unit.stages.data.media.conftest import byte_tokenizer, sound
@@ -150,6 +152,13 @@ def test_other_methods_begin_as_they_do_with_text(tmp_path, inputs):
     assert dpo == pytest.approx(math.log(2), abs=1e-6)
     assert distilled < 1e-6
     assert kto == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_quantizer_knows_weights_by_the_names_that_files_have(inputs):
+    """Transformers writes this decoder as `language_model.model`, and has it as `language_model`."""
+    folder = inputs["base"] / "model"
+    assert any(name.startswith("language_model.model.") for name in weight_shapes(folder))
+    check_nothing_lost(build_without_weights(folder, trust_remote_code=False), folder)
 
 
 @pytest.mark.nightly
