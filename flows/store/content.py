@@ -123,8 +123,11 @@ def is_pending(artifact: Path) -> bool:
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
     """Return a sentence for each file that is missing or has another size than recorded, without reading content."""
+    try:
+        root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return tuple(f"{name} is missing" for name in files)
     damage = []
-    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for name, entry in files.items():
             try:  # from the folder on, and without a Path, which is fastest: there may be 100,000

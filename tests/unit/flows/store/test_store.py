@@ -15,7 +15,7 @@ import pytest
 from flows.launch import hook
 from flows.planning.changes import keep_contents
 from flows.store.collect import verify
-from flows.store.content import PENDING_RECORD_FILE, FileEntry
+from flows.store.content import PENDING_RECORD_FILE, FileEntry, damage_of
 from flows.store.store import Store
 from stages.core.errors import ResourceError, StoreError
 
@@ -112,6 +112,8 @@ def test_missing_and_shortened_files_are_seen_without_reading_them(store, built)
     (built["base"].folder / "model" / "content").write_text("")
     assert store.find("train", built["sft"].record.version).damage == ("model/content is missing",)
     assert store.find("download", built["base"].record.version).damage == ("model/content has 0 bytes instead of 12",)
+    gone = built["sft"].record.files
+    assert damage_of(store.root / "nowhere", gone) == tuple(f"{name} is missing" for name in gone)
 
 
 def test_an_artifact_bears_the_mark_of_its_hook_until_that_was_completed(store, built):
