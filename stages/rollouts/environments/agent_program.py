@@ -47,10 +47,10 @@ def main(limits: str, *words: str) -> None:
     signal.signal(signal.SIGTERM, _end_all)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ours, theirs = socket.socketpair()
-    launcher, asked = os.getpid(), json.loads(limits)
+    own_pid, asked = os.getpid(), json.loads(limits)
     if not (program := os.fork()):
         die_with_parent()
-        if os.getppid() == launcher:
+        if os.getppid() == own_pid:
             _become(executable, words, environment, asked, theirs)
         os._exit(1)
     theirs.close()
@@ -61,7 +61,7 @@ def main(limits: str, *words: str) -> None:
         sys.exit(code)
     with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(-code, signal.SIG_DFL)
-    os.kill(launcher, -code)
+    os.kill(own_pid, -code)
 
 
 def _end_all(*_: object) -> None:

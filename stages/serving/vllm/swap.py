@@ -213,7 +213,7 @@ class _Device(AnswerModel):
 class _Adapters(AnswerModel):
     max_lora_rank: Count
     max_loras: Count
-    target_modules: list[str] | None
+    kinds: list[str] | None = Field(alias="target_modules")  # of layers, such as `q_proj`
 
 
 class _Configured(AnswerModel):
@@ -273,7 +273,7 @@ def _lora_problems(has: _Adapters | None, rank: int, modules: Collection[str]) -
             f"it holds {has.max_loras} adapter, and answered for its base by that; start it with `--max-loras "
             f"{NUM_SLOTS}`"
         )
-    targets = None if has.target_modules is None else {*has.target_modules}
+    targets = None if has.kinds is None else {*has.kinds}
     if targets is None or targets & EDGES:
         yield (
             "its head may have an adapter, and two questions about a prompt would end it; start it with "
