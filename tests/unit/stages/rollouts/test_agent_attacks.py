@@ -134,7 +134,7 @@ except RuntimeError:
 """
 
 
-@pytest.mark.skipif(not code_program.can_report_new_processes(), reason="the kernel asks from Linux 5.7 on")
+@pytest.mark.skipif(not code_program.can_report_new_processes(), reason="needs libseccomp of API level 6, Linux 5.7")
 def test_a_program_that_forks_without_end_gets_no_more_processes_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
