@@ -171,7 +171,8 @@ def mean_aux_loss(model, rows):
 
 
 def negative_log_likelihood(model, document):
-    return functional.cross_entropy(model(input_ids=document).logits[0, :-1], document[0, 1:], reduction="sum")
+    logits = model(input_ids=document).logits[0, :-1].float()
+    return functional.cross_entropy(logits, document[0, 1:], reduction="sum")
 
 
 def make_config(layout):
@@ -351,3 +352,31 @@ def test_the_exported_model_gives_the_log_probabilities_that_it_had_in_training(
             expected = [-negative_log_likelihood(exported, torch.tensor([document])).item() for document in data[0][0]]
         result = json.loads((output / f"{name}.json").read_text())
         assert result["log_probabilities"] == pytest.approx(expected, rel=1e-5), name
+
+
+def test_single_weights_that_stay_in_fp32_train_in_one_process_as_in_two_and_as_transformers_computes(
+    fsdp_ranks, data, tmp_path
+):
+    """OLMo-Hybrid's decays are fp32 amid a group of bf16 weights: as shards, and their gradients beside bf16 ones."""
+    tiny_model("olmo_hybrid").save_pretrained(tmp_path / "model")
+    results, gradients = [], []
+    for processes in (1, 2):
+        config = {**make_config({"dp_shard": processes, "micro_batch_size": 1}), "precision": "bf16"}
+        spec = {"data": data, "output": str(tmp_path), "cases": {}}
+        spec["cases"][f"trained-{processes}"] = {"model": str(tmp_path / "model"), "config": config}
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        fsdp_ranks.run("tests.parity.fsdp_program", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
+        results.append(json.loads((tmp_path / f"trained-{processes}.json").read_text()))
+        gradients.append(load_file(tmp_path / f"trained-{processes}.gradients.safetensors"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    kept = {name for name, weight in plain.named_parameters() if weight.dtype == torch.float32}
+    assert kept and all(name.endswith("A_log") for name in kept)
+    documents = [torch.tensor([document]) for row in data[0] for document in row]
+    loss = sum(negative_log_likelihood(plain, one).item() for one in documents)
+    loss /= sum(one.shape[1] - 1 for one in documents)
+    assert results[0]["losses"][0] == pytest.approx(loss, abs=1e-6)
+    for metric in ("losses", "grad_norms"):
+        assert results[1][metric] == pytest.approx(results[0][metric], rel=1e-5), metric
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+    assert all(gradients[0][name].abs().max() > 0 for name in kept)

@@ -31,6 +31,9 @@ from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt, check_pictures, prompt_media, read_prompts
 from stages.serving.engine import max_images_of
 
+WIDTH_MULTIPLE = 64
+"""Divisor of the width of packed rows, in tokens: GPUs multiply matrices of such sizes fastest."""
+
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
@@ -94,8 +97,9 @@ class PackedAnswers:
 class Packing:
     """Sizes for packing prompts with completions.
 
-    sequence_length: of packed rows. most_tokens: of a document. temperature: of the probabilities that learn.
-    processor: of the pictures; None if no prompt has some.
+    sequence_length: most tokens of a packed row. most_tokens: of a document. temperature: of the probabilities that
+    learn. processor: of the pictures; None if no prompt has some. is_compiled: all packed rows are `sequence_length`
+    wide, for which layers are compiled once; else a micro-batch is about as wide as its longest row.
     """
 
     sequence_length: int
@@ -105,6 +109,7 @@ class Packing:
     padding_token: int
     temperature: float = 1.0
     processor: MediaProcessor | None = None
+    is_compiled: bool = False
 
     @property
     def media_tokens(self) -> frozenset[int]:
@@ -126,12 +131,12 @@ class Packing:
 
     def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> PackedAnswers:
         """Return one micro-batch of completions; its `old_log_probabilities` are zeros, to be computed later."""
-        width = (
-            self.sequence_length
-            if self.packing
-            # default: a process's share may be padding alone
-            else max((len(document) for row in rows for document in row), default=2)
-        )
+        # default: a process's share may be padding alone
+        longest = max((sum(map(len, row)) for row in rows), default=2)
+        width = longest
+        if self.packing:
+            aligned = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+            width = self.sequence_length if self.is_compiled else min(self.sequence_length, aligned)
         batch = packed_batch(
             [_row(row) for row in rows], (self.micro_batch_size, width), padding_token=self.padding_token
         )
@@ -229,6 +234,7 @@ def completion_packing(
         DocumentTokenizer(model.folder, None, "assistant").padding_token,
         options.temperature,
         processor,
+        is_compiled=config.layout.compile,
     )
 
 

@@ -56,6 +56,13 @@ def test_shares_hold_every_completion_once_with_what_belongs_to_it(packing: bool
     assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.parametrize(("length", "is_compiled", "width"), [(256, False, 64), (256, True, 256), (8, False, 8)])
+def test_packed_rows_are_as_wide_as_needed_unless_each_width_would_compile_layers_again(length, is_compiled, width):
+    packing = Packing(length, 8, packing=True, micro_batch_size=2, padding_token=0, is_compiled=is_compiled)
+    (batch,) = (packed.batch for packed in packing.share(DOCUMENTS[:2], 0, 1))
+    assert batch.inputs.input_ids.shape == (2, width)
+
+
 def test_a_row_is_as_wide_as_its_packing_says() -> None:
     packed = Packing(8, 8, True, 1, 0).share(DOCUMENTS[:1], 0, 1)
     alone = Packing(8, 8, False, 1, 0, temperature=0.5).share(DOCUMENTS[:1], 0, 1)
