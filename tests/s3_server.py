@@ -63,18 +63,22 @@ class ObjectServer(ABC):
             yield throttle
 
     @contextmanager
-    def slow(self, part: str, seconds: float) -> Iterator[None]:
-        """Answer requests whose path has this part only after so many seconds, or at the end of the context."""
-        app, is_over = self.wsgi.app, threading.Event()
+    def slow(self, part: str, seconds: float) -> Iterator[threading.Event]:
+        """Answer requests whose path has this part only after so many seconds, or at the end of the context.
+
+        Yield an event that is set when the first of them has come.
+        """
+        app, has_come, is_over = self.wsgi.app, threading.Event(), threading.Event()
 
         def answer(environ: Any, start_response: Any) -> Any:
             if part in environ["PATH_INFO"]:
+                has_come.set()
                 is_over.wait(seconds)
             return app(environ, start_response)
 
         with self._answering(answer):
             try:
-                yield
+                yield has_come
             finally:
                 is_over.set()
 

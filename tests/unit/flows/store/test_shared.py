@@ -171,14 +171,20 @@ def test_a_record_that_contradicts_itself_or_names_files_elsewhere_is_refused(ho
 def test_a_second_home_waits_while_the_first_builds_and_takes_what_it_built(home, monkeypatch):
     monkeypatch.setattr(leases, "LOOK_S", 0.1)
     first, second = home("first"), home("second")
-    notes, found = tiny.Notes(), []
-    slow = partial(tiny.build, first, "ok", environment={"TINY_CONTENT": "of the first", "TINY_SECONDS": "1"})
-    builder = threading.Thread(target=lambda: slow(notes=notes))
+    slow = partial(tiny.build, first, "wait", environment={"TINY_CONTENT": "of the first"})
+    builder = threading.Thread(target=slow, daemon=True)  # nothing waits for it if the second home fails
     builder.start()
-    tiny.eventually(lambda: "started" in notes.said, "the first home does not build")
-    received, found = build(second)
+    ready = tiny.eventually(lambda: next(first.root.glob(".work/*/*/scratch/ready"), None), "no start")
+
+    class Releaser(tiny.Notes):
+        def waiting(self):
+            super().waiting()
+            if ready.exists():
+                ready.with_name("release").touch()
+
+    received, said = build(second, notes=Releaser())
     builder.join()
-    assert (received.state, set(found)) == ("cached", {"waiting"})
+    assert (received.state, set(said)) == ("cached", {"waiting"})
     assert (received.artifact / "data" / "content").read_text() == "of the first"
 
 
@@ -383,22 +389,24 @@ def test_upkeep_names_stray_and_damaged_objects_and_goes_on(home, address, serve
 def test_a_stop_ends_a_long_transfer_at_once_and_the_next_attempt_goes_on(home, server):
     first, second = home("first"), home("second")
 
-    def stopped_after(store: Store, seconds: float) -> float:
+    def seconds_until_stopped(store: Store) -> float:
+        """Stop a build once its transfer is under way; return the seconds until it has ended."""
         stop, stopped_s = threading.Event(), []
-        timer = threading.Timer(seconds, lambda: (stopped_s.append(time.monotonic()), stop.set()))
-        timer.start()
-        with pytest.raises(errors.RefreshStoppedError, match="between the shared store and this machine"):
-            build(store, "of the first", stop=stop)
-        timer.join()
-        return time.monotonic() - stopped_s[0]
+        with server.slow("/blobs/", 60.0) as has_come:
+            stopper = threading.Thread(
+                target=lambda: has_come.wait(tiny.PATIENCE_S) and (stopped_s.append(time.monotonic()), stop.set())
+            )
+            stopper.start()
+            with pytest.raises(errors.RefreshStoppedError, match="between the shared store and this machine"):
+                build(store, "of the first", stop=stop)
+            stopper.join()
+            return time.monotonic() - stopped_s[0]
 
-    with server.slow("/blobs/", 60.0):
-        assert stopped_after(first, 3.0) < 5.0
+    assert seconds_until_stopped(first) < 5.0
     assert not [key for key in server.objects() if "/records/" in key]
     built, said = build(first, "not built again")
     assert (built.state, said) == ("cached", [])
-    with server.slow("/blobs/", 60.0):
-        assert stopped_after(second, 1.0) < 5.0
+    assert seconds_until_stopped(second) < 5.0
     assert not second.index().artifacts
     assert bytes_of(build(second)[0]) == bytes_of(built)
 
