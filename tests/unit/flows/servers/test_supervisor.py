@@ -143,7 +143,7 @@ def test_what_lives_but_is_not_healthy_is_killed_and_started_again(tmp_path, way
             os.kill(first, signal.SIGSTOP)
         else:
             (tmp_path / "unwell").touch()
-        eventually(lambda: "is killed" in said(tmp_path))
+        eventually(lambda: "is killed" in said(tmp_path) and not alive(first))  # it is said first
         (tmp_path / "unwell").unlink(missing_ok=True)
         assert ask(port)[0] != first
 
@@ -208,9 +208,10 @@ def test_a_socket_of_systemd_may_be_abstract(monkeypatch):
 def test_systemd_is_told_when_all_answer_that_the_supervisor_lives_and_when_it_stops(tmp_path, manager):
     receiver, name = manager
     with keeping(tmp_path, environment={"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "4000000"}) as (process, port):
-        states = [receiver.recv(100).decode() for _ in range(4)]
-        assert "READY=1" in states
-        assert set(states) == {"READY=1", "WATCHDOG=1"}
+        states = set()  # signs of life come first while the server starts
+        while states != {"READY=1", "WATCHDOG=1"}:
+            states.add(receiver.recv(100).decode())
+            assert states <= {"READY=1", "WATCHDOG=1"}
         pid, _ = ask(port)
         assert b"NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_bytes()
 
@@ -280,7 +281,7 @@ def test_one_that_hangs_is_killed_and_what_it_kept_goes_on(tmp_path, impatient):
         os.kill(hung, signal.SIGSTOP)
         plan = lock.take()
         assert plan.kept == []
-        assert not alive(hung)
+        eventually(lambda: not alive(hung))  # the lock is free a moment before
         assert ask(port)[0] == pid
         plan.release()
 
