@@ -1,5 +1,6 @@
 """A terminal shows a live table of running stages; a file gets lines instead."""
 
+import codecs
 import io
 import json
 import os
@@ -9,10 +10,12 @@ import termios
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from flows.cli import live
 from flows.cli.live import PlainView, StageFeed, TerminalView, metrics_text, progress_text, stage_table
 from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, StageCached, StageWaits
 from flows.ledger.record import after, fold
@@ -77,6 +80,7 @@ class Terminal:
         termios.tcsetwinsize(slave, (ROWS, COLUMNS))
         self.stream = os.fdopen(slave, "w")
         self.written = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a piece may end within a character
         self._seen = 0
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -99,14 +103,14 @@ class Terminal:
     def _read(self) -> None:
         while data := self._piece():
             with self._changed:
-                self.written += data
+                self.written += self._decoder.decode(data)
                 self._changed.notify_all()
 
-    def _piece(self) -> str:
+    def _piece(self) -> bytes:
         try:
-            return os.read(self._master, 65536).decode(errors="replace")
+            return os.read(self._master, 65536)
         except OSError:  # no process has it open any more
-            return ""
+            return b""
 
 
 @pytest.mark.parametrize("typed", ["", "\x03", "\x03\x03"])
@@ -349,7 +353,7 @@ def test_colours_are_off_when_asked(record, monkeypatch, colourless):
 
 def test_without_a_terminal_each_minute_says_how_far_a_stage_is(record, monkeypatch):
     seconds = iter(range(0, 600, 30))
-    monkeypatch.setattr("flows.cli.live.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: next(seconds)))  # other threads keep theirs
     name = next(iter(record.stages))
     running = replace(record, stages={name: replace(record.stages[name], state="running")})
     stream = io.StringIO()
