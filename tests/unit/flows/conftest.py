@@ -1,6 +1,7 @@
 """Fixtures with tiny recipes, and with fake artifacts that are stored without running any stage."""
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -106,3 +107,11 @@ def outside_file(tmp_path) -> Path:
     path = tmp_path / "outside.txt"
     path.write_text("content")
     return path
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """Provide an address that refuses connections, since its port is bound but not listened on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"

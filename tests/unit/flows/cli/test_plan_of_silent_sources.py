@@ -32,14 +32,6 @@ def silent():
 
 
 @pytest.fixture
-def refusing():
-    """Provide an address that refuses connections, since its port is bound but not listened on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-@pytest.fixture
 def each_attempt_ends(monkeypatch):
     """Raise the planner's time limit, so that a silent hub's request fails first, with a reason, on a busy machine."""
     monkeypatch.setattr(outside, "PLANNING_LIMIT_S", 2 * LONGEST_S)

@@ -1,7 +1,6 @@
 """Local files that a recipe names affect artifact versions by their content, not by their path."""
 
 import shutil
-import socket
 import time
 
 import pytest
@@ -15,12 +14,6 @@ from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
 from stages.hubs.builtin import hub
 from stages.remote import http
-
-
-def unused_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -82,8 +75,8 @@ def test_what_needs_no_network_is_known_to_a_plan_that_has_no_time(tasks, tmp_pa
     assert all(resolve_outside(load_stages("small", tmp_path, tree), unreachable={}).values())
 
 
-def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_port()}")
+def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch, refusing):
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.001)
     tree = {
         "base": {"kind": "download", "model": "hf://org/name"},
