@@ -18,8 +18,8 @@ def child_of(parent: int) -> int:
     return min(children)
 
 
-def rank_of(store: Path, rank: int) -> int:
-    """Return the process id of the rank with this number, of the training stage that works in this store."""
+def rank_of(store: Path, rank: int) -> int | None:
+    """Return the process id of the rank with this number, of the training in this store; None if it has not begun."""
     for pid in living_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -28,12 +28,13 @@ def rank_of(store: Path, rank: int) -> int:
             continue
         if f"RANK={rank}".encode() in variables and str(store).encode() in command and b"--stage" in command:
             return pid
-    raise AssertionError(f"there is no rank {rank}")
+    return None
 
 
 def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
     if victim.startswith("rank"):
-        return rank_of(store, int(victim.removeprefix("rank ")))
+        rank = int(victim.removeprefix("rank "))
+        return tiny.eventually(lambda: rank_of(store, rank), f"there is no rank {rank}")
     flow = refresh.pid
     return {"flow": lambda: flow, "supervisor": lambda: child_of(flow), "process": lambda: child_of(child_of(flow))}[
         victim
