@@ -17,7 +17,7 @@ from stages.core.errors import DownloadError, ModelError, ResourceError, Transie
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer, running_hub
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 WEIGHTS = "model.safetensors"
 
 
@@ -62,13 +62,14 @@ def test_a_killed_download_resumes_where_it_was(
     size_bytes = len(model_files(1_000_000)[WEIGHTS])
     hub.faults += [Fault(f"(cdn|FilePath=).*{WEIGHTS}", bytes_per_s=1_000_000)]
     process = start_stage(tmp_path, hub, source)
-    wait_until(lambda: hub.served_bytes.get(WEIGHTS, 0) > size_bytes // 4)
+    # What the hub has sent may lie in the sockets: what counts is what the stage has written.
+    wait_until(lambda: any(path.stat().st_size > size_bytes // 8 for path in tmp_path.rglob(f"{WEIGHTS}.partial")))
     process.send_signal(signal.SIGKILL)
     finish(process)
     partials = list(tmp_path.rglob("*.partial"))
     assert [path.name for path in partials] == [f"{WEIGHTS}.partial"]
     num_there = partials[0].stat().st_size
-    assert num_there > size_bytes // 8
+    assert size_bytes // 8 < num_there < size_bytes
     hub.served_bytes.clear()
 
     with fault.timed("recovered"):
