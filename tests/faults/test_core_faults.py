@@ -122,7 +122,7 @@ def test_a_stage_outlives_the_thread_that_started_it(store):
 def test_shared_memory_of_killed_processes_is_removed(store):
     stop = threading.Event()
     planned = tiny.planned_stages(store, {"rows": tiny.stage("shared_memory")})["rows"]
-    file = Path("/dev/shm") / f"test-{store.root.parent.name}"
+    file = Path("/dev/shm") / f"test-{os.getpid()}-{store.root.parent.name}"
     planned.config.execution.environment["TINY_SHARED_MEMORY"] = file.name
 
     def is_mapped():

@@ -46,7 +46,7 @@ def test_tests_that_are_stopped_leave_no_process(tmp_path, fault, number, worker
     tiny.eventually((tmp_path / "started").exists, "the test did not start")
     with fault.timed("detected"):
         tests.send_signal(number)
-        tests.wait(60)
+        tests.wait(tiny.PATIENCE_S)
         tiny.eventually(lambda: not marked_processes(f"MARK={tmp_path}"), "processes are left")
 
 
@@ -57,6 +57,8 @@ def test_a_test_that_crashes_its_worker_fails_alone_and_all_others_run_once(tmp_
     command = [sys.executable, "-m", "pytest", "-p", "tests.crashed_workers", "-c", "/dev/null"]
     command += ["--numprocesses=1", "--dist=loadfile", f"--basetemp={tmp_path / 'base'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=tiny.PATIENCE_S
+    )
     assert "crashed while running 'test_c.py::test_it[1]'" in ended.stdout
     assert "1 failed, 8 passed" in ended.stdout
