@@ -54,7 +54,7 @@ class People:
         self._used_by_others: Counter[str] = Counter()  # today
         self._lines: deque[tuple[str, str]] = deque(maxlen=MAX_UNWRITTEN)
         self._wrong_keys: Counter[tuple[str | None, str | None]] = Counter()  # by name and route
-        self._under_way: dict[str, set[Callable[[], object]]] = {}
+        self._under_way: set[tuple[PersonKey, Callable[[], object]]] = set()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="people", daemon=True)
@@ -70,11 +70,12 @@ class People:
         self._thread.join()
         self._look()
 
-    def of(self, authorization: bytes) -> str | None:
-        """Return the name of the person whose key a request's `Authorization` carries; None if no such key holds."""
+    def of(self, authorization: bytes) -> PersonKey | None:
+        """Return the key of a person that a request's `Authorization` carries; None if no such key holds."""
         scheme, _, sent = authorization.decode("latin-1").partition(" ")
         name, secret = name_in(sent)
-        return name if self._keys.get(name, ABSENT).opens(secret) and scheme == "Bearer" else None
+        key = self._keys.get(name, ABSENT)
+        return key if key.opens(secret) and scheme == "Bearer" else None
 
     def refusal(self, name: str, route: str) -> web.Response | None:
         """Return the answer for a person whose tokens of today are used up; None for others."""
@@ -102,15 +103,19 @@ class People:
             self._wrong_keys[name if name in self._keys else None, route] += 1
 
     @contextmanager
-    def answering(self, name: str, stop: Callable[[], object]) -> Iterator[None]:
-        """Hold a request under way; `stop`, which is called in another thread, ends it when the key is revoked."""
+    def answering(self, key: PersonKey, stop: Callable[[], object]) -> Iterator[None]:
+        """Hold a request under way; `stop`, which is called in any thread, ends it when the key is revoked."""
+        request = key, stop
         with self._lock:
-            self._under_way.setdefault(name, set()).add(stop)
+            self._under_way.add(request)
+            holds = self._holds(key)
+        if not holds:  # since it was looked at
+            stop()
         try:
             yield
         finally:
             with self._lock:
-                self._under_way[name].discard(stop)
+                self._under_way.discard(request)
 
     def count(self, name: str, route: str, exchange: Exchange, num_bytes: int) -> None:
         """Count an answer's tokens and note it in the audit log. num_bytes: of the request's body.
@@ -171,13 +176,16 @@ class People:
         self._trouble = trouble
 
     def _take(self, keys: dict[str, PersonKey]) -> None:
-        before, self._keys = self._keys, keys
-        ended = [name for name, key in before.items() if keys.get(name, ABSENT).digest != key.digest]
-        ended += [name for name, key in keys.items() if key.revoked]
         with self._lock:
-            stopped = [stop for name in ended for stop in self._under_way.get(name, ())]
+            self._keys = keys
+            stopped = [stop for key, stop in self._under_way if not self._holds(key)]
         for stop in stopped:
             stop()
+
+    def _holds(self, key: PersonKey) -> bool:
+        """Return whether a key is still that of its person, and not revoked."""
+        now = self._keys.get(key.name, ABSENT)
+        return now.digest == key.digest and now.revoked is None
 
     def _write_tokens(self) -> None:
         for day, used in [*self._used.items()]:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ from stages.serving.engine_connections import (
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, header_lines, passed
 from stages.serving.people import People
+from stages.serving.person_keys import PersonKey
 from stages.serving.pictures import MAX_BODY_BYTES as MAX_BODY_BYTES_WITH_PICTURES
 from stages.serving.pictures import MEDIA, RefusedRequestError, checked
 from stages.serving.tally import ServedVersion, Tallies, labelled
@@ -63,8 +64,8 @@ ROUTES = {
 """HTTP method of each route of the proxy; an engine's others (`/collective_rpc`, `/tokenize`, …) cannot be reached."""
 FOR_PEOPLE = frozenset((MODELS, "/v1/completions", CHAT, HEALTH))
 """Routes that take people's own keys; the others tell of everybody's requests."""
-PERSON = web.RequestKey("person", str)
-"""Name of the person whose key a request has, in the request's state."""
+PERSON = web.RequestKey("person", PersonKey)
+"""Key of a person that a request has, in the request's state."""
 IS_COUNTED = web.RequestKey("is_counted", bool)
 """Mark, in a request's state, that the audit log has it with the tokens of its answer."""
 EMBEDDED = re.compile(rb"base64,[A-Za-z0-9+/=]*")
@@ -233,7 +234,7 @@ class Proxy:
             return error(413, f"the request is larger than {self._max_body_bytes} bytes")
         if self._num_requests >= MAX_REQUESTS:
             return error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
-        return self._refusal_of(person, request) if person else None
+        return self._refusal_of(person.name, request) if person else None
 
     def _refusal_of(self, person: str, request: web.BaseRequest) -> web.Response | None:
         path = _path(request)
@@ -247,16 +248,29 @@ class Proxy:
         route = path if path in ROUTES else None
         if person := request.get(PERSON):
             if not request.get(IS_COUNTED):
-                people.note_refusal(person, route, status)
+                people.note_refusal(person.name, route, status)
         elif status == 401:
             people.note_wrong_key(_authorization(request), route)
 
-    def _until_revoked(self, request: web.BaseRequest) -> AbstractContextManager[None]:
-        """Return a context in which a request is cut off when the key of its person is revoked."""
+    @contextmanager
+    def _until_revoked(self, request: web.BaseRequest) -> Iterator[None]:
+        """Cut a request off when the key of its person is revoked, until the context ends."""
         person, client = request.get(PERSON), request.transport
         if not (self._people and person and client):
-            return nullcontext()
-        return self._people.answering(person, partial(asyncio.get_running_loop().call_soon_threadsafe, client.abort))
+            yield
+            return
+        is_over = False
+
+        def cut_off() -> None:
+            # Else the connection may have another request by now, with another key.
+            if not is_over:
+                client.abort()
+
+        with self._people.answering(person, partial(asyncio.get_running_loop().call_soon_threadsafe, cut_off)):
+            try:
+                yield
+            finally:
+                is_over = True
 
     @property
     def _max_body_bytes(self) -> int:
@@ -366,7 +380,7 @@ class Proxy:
                     tallies.of(version).count(_path(request), exchange, seconds)
             if person and self._people:
                 request[IS_COUNTED] = True
-                self._people.count(person, _path(request), exchange, len(EMBEDDED.sub(b"", body)))
+                self._people.count(person.name, _path(request), exchange, len(EMBEDDED.sub(b"", body)))
 
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None

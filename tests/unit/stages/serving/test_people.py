@@ -30,6 +30,13 @@ PATIENCE_S = 10.0
 QUESTION = {"model": "adder", "messages": [{"role": "user", "content": "a private question"}]}
 
 
+@pytest.fixture(autouse=True)
+def _no_midnight(monkeypatch):
+    """Let the day last as long as a test, since quotas renew at midnight."""
+    day = peoples.today()
+    monkeypatch.setattr(peoples, "today", lambda: day)
+
+
 @contextmanager
 def proxies(folder, number=1, engine=None, version=None):
     """Provide HTTP clients of proxies that share a folder of keys, without a key of their own."""
@@ -105,6 +112,39 @@ def test_a_revoked_key_cuts_off_a_stream_under_way_and_a_damaged_file_closes(tmp
     assert "no person's key is taken" in capfd.readouterr().out
     with pytest.raises(StoreError, match=r"keys\.json"):
         People(tmp_path)
+
+
+def test_a_request_that_was_let_in_just_before_its_key_was_revoked_is_cut_off_too(tmp_path):
+    key, stopped = add_key(tmp_path, "anna"), []
+    with People(tmp_path) as people:
+        let_in = people.of(f"Bearer {key}".encode())
+        revoke_key(tmp_path, "anna")
+        wait_for(lambda: people.of(f"Bearer {key}".encode()) is None, PATIENCE_S)
+        again = f"Bearer {add_key(tmp_path, 'anna')}".encode()
+        wait_for(lambda: people.of(again), PATIENCE_S)
+        with people.answering(let_in, lambda: stopped.append("the former key")):
+            assert stopped
+        with people.answering(people.of(again), lambda: stopped.append("the new key")):
+            assert "the new key" not in stopped
+
+
+def test_a_revoked_key_does_not_cut_off_the_next_request_on_its_connection(tmp_path, monkeypatch):
+    engine, key, stops, answering = OpenAIEngine("adder"), add_key(tmp_path, "anna"), [], People.answering
+    monkeypatch.setattr(
+        People, "answering", lambda people, key, stop: stops.append(stop) or answering(people, key, stop)
+    )
+    with proxies(tmp_path, engine=engine) as (client,):
+        assert ask(client, key).status_code == 200
+        engine.go_on.clear()
+        headers = {"Authorization": f"Bearer {OWN}"}
+        with client.stream("POST", CHAT, json={**QUESTION, "stream": True}, headers=headers) as stream:
+            parts = stream.iter_raw()
+            assert b"data:" in next(parts)
+            (stop,) = stops
+            stop()  # as the thread does that was about to end the first request when this was answered
+            assert client.get("/health", headers=headers).status_code == 200
+            engine.go_on.set()
+            assert b"".join(parts).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("version", [None, ServedVersion("adder", "1")], ids=["no version", "a version"])
