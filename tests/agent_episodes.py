@@ -30,6 +30,8 @@ from tests.http_server import answering
 
 QUESTION = "What is 12 * 34?"
 TOOLS = json.dumps([DEFINITION])
+LEFT_S = 10_000_000 + os.getpid()
+"""Seconds that a process sleeps which an agent program leaves, by which it is known: no other test's sleeps as long."""
 HEAD = """
 import json, os, sys, time, urllib.error, urllib.request
 
@@ -144,8 +146,13 @@ def children() -> set[int]:
     return {pid for pid, (parent, _) in living_processes().items() if parent == os.getpid()}
 
 
-def read_command(pid: int) -> str:
+def left_processes() -> list[int]:
+    """Return the processes that sleep for `LEFT_S`, and have not ended."""
+    return [pid for pid in living_processes() if f"sleep\0{LEFT_S}\0" in _command(pid)]
+
+
+def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
