@@ -555,9 +555,10 @@ def call():
         socket.create_connection(("127.0.0.1", 1))
     except OSError as error:
         problems.append(type(error).__name__)
-threading.Thread(target=call, daemon=True).start()
+caller = threading.Thread(target=call, daemon=True)
+caller.start()
 """
-    step = "go.set(); time.sleep(0.5); return (problems[0], 0, False)"
+    step = "go.set(); caller.join(); return (problems[0], 0, False)"
     episode = own(folder, tmp_path, step, ["1<|im_end|>", "<|im_end|>"], at_import=thread, max_turns=2)
     assert "PermissionError" in answers(folder, episode)[0]
 

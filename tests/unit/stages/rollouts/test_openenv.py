@@ -91,7 +91,8 @@ def test_what_a_server_does_wrong_ends_the_episode_and_is_counted(game: Game, gu
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_its_limit(game: Game, folder: Path) -> None:
     began_s = time.monotonic()
-    (episode,) = play(folder, environment(game.url, timeout_s=0.3), ["hang"], [ROW])
+    # which holds for each answer, also for those that come on a busy machine
+    (episode,) = play(folder, environment(game.url, timeout_s=3), ["hang"], [ROW])
     assert (episode.end, episode.reward, episode.metrics["environment_failed"]) == ("failed", 0.0, 1.0)
     assert time.monotonic() - began_s < 30
 
@@ -146,7 +147,7 @@ def test_a_server_with_room_for_one_session_is_asked_one_after_another(folder: P
         played = play(folder, environment(small.url, num_together=1), ["3"] * 6, [ROW] * 6)
         assert [one.reward for one in played] == [1.0] * 6
         with pytest.raises(DataError, match="has no room for another session; lower num_together to what it allows"):
-            play(folder, environment(small.url, timeout_s=0.5), ["3", "3"], [ROW, ROW])
+            play(folder, environment(small.url, timeout_s=3), ["3", "3"], [ROW, ROW])
 
 
 def test_an_address_without_such_a_server_is_refused_before_anything_slow_starts() -> None:
