@@ -317,7 +317,7 @@ def test_what_a_server_does_not_answer_is_asked_of_another(
         config, warned = config_of(served.url, other_urls=[f"{other.url}/v1"]), []
         assert found(config, artifacts, tmp_path) == []
         hosts = ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"))
-        servers = ManyServers([replace(one, ready_timeout_s=0.3) for one in hosts], config.execution, warned.append)
+        servers = ManyServers(hosts, config.execution, warned.append)
 
         def ask(num_prompts: int) -> tuple[list[Any], list[Any]]:
             """Return the seeds with which each of the servers was asked, and check that every prompt has an answer."""
@@ -354,6 +354,7 @@ def test_what_a_server_does_not_answer_is_asked_of_another(
         assert ask(2) == ([100, 101], [])
         assert served.loaded[-2:] == ["fourth", "fourth"], "when it came back, since it may have been started again"
         served.num_failing = {"completions": 1000, "health": 1000}
+        servers._hosts = [replace(one, ready_timeout_s=0.3) for one in hosts]
         with pytest.raises(TransientError, match=r"none of the 2 servers .* is left .* it does not answer; start them"):
             ask(2)
 

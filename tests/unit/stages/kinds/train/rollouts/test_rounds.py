@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from stages.core.errors import ServerError
 from stages.kinds.train.methods.grpo import GrpoConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.rollouts import ahead
 from stages.kinds.train.rollouts.ahead import SamplingThread
 from stages.kinds.train.rollouts.rounds import (
     Completion,
@@ -29,6 +31,7 @@ from stages.kinds.train.rollouts.server import RolloutServer
 from stages.rollouts.asking import Answer, Request, request_seed
 
 ROOT = Path(__file__).parents[6]
+PATIENCE_S = 60.0
 
 
 def plan(num_prompts: int = 20, seed: int = 0, **options: object) -> RoundPlan:
@@ -63,38 +66,55 @@ def test_a_round_is_sampled_by_weights_that_are_exactly_the_lag_behind() -> None
     assert [plan(asynchronous={"lag": 2}).weights_step(first) for first in (1, 2, 3, 4)] == [0, 0, 0, 1]
 
 
-def test_rounds_are_sampled_in_turn_beside_the_training() -> None:
+def test_rounds_are_sampled_in_turn_beside_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampling thread works while the trainer does; what fails is raised by the wait, what waits is given back."""
+    now_s = [0.0]  # a clock of the test's, as a busy machine takes any time between two lines
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     sampled: list[int] = []
-    may_go_on, thread = threading.Event(), SamplingThread()
+    has_begun, may_go_on, thread = threading.Event(), threading.Event(), SamplingThread()
 
     def sample(first_step: int) -> None:
-        assert may_go_on.wait(10)
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_S)
         sampled.append(first_step)
         if first_step == 5:
             raise ServerError("gone")
 
+    def let_go_on() -> None:
+        while not thread._is_waited_for._runs:
+            time.sleep(0.01)
+        now_s[0] += 5.0
+        may_go_on.set()
+
     thread.start(1, partial(sample, 1), sampled.clear)
     thread.start(3, partial(sample, 3), sampled.clear)
-    time.sleep(0.05)
-    idle = thread.idle_shares()
-    assert idle["trainer_idle_share"] == 0, "it has not waited yet"
-    assert idle["sampler_idle_share"] < 0.5
-    threading.Timer(0.05, may_go_on.set).start()
+    assert has_begun.wait(PATIENCE_S)
+    now_s[0] += 2.0
+    assert thread.idle_shares() == {"trainer_idle_share": 0.0, "sampler_idle_share": 0.0}, "it has not waited yet"
+    now_s[0] += 1.0
+    other = threading.Thread(target=let_go_on)
+    other.start()
     thread.wait_for(1)
     thread.wait_for(1)  # a round of an earlier attempt needs no wait
     thread.wait_for_all()
+    other.join()
     assert sampled == [1, 3]
-    assert thread.idle_shares()["trainer_idle_share"] > 0.5
+    assert thread.idle_shares() == {"trainer_idle_share": pytest.approx(5 / 6), "sampler_idle_share": 0.0}
+    now_s[0] += 4.0
+    assert thread.idle_shares() == {"trainer_idle_share": 0.0, "sampler_idle_share": 1.0}
     thread.start(5, partial(sample, 5), sampled.clear)
     with pytest.raises(ServerError, match="gone"):
         thread.wait_for(5)
     may_go_on.clear()
+
+    def given_back() -> None:
+        sampled.append(-9)
+        may_go_on.set()  # not before: the round of step 9 would begin
+
     thread.start(7, partial(sample, 7), sampled.clear)
-    thread.start(9, partial(sample, 9), lambda: sampled.append(-9))
+    thread.start(9, partial(sample, 9), given_back)
     while not thread._rounds[7][0].running():
         time.sleep(0.01)
-    threading.Timer(0.05, may_go_on.set).start()
     thread.close()
     assert sampled == [1, 3, 5, -9, 7]
 
