@@ -140,8 +140,9 @@ def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> Non
 
 def programs() -> list[list[str]]:
     """Return the command lines of the child processes that run a user's Python reward file."""
-    children = [child.cmdline() for child in psutil.Process().children()]
-    return [line for line in children if "stages.rewards.python_program" in line]
+    # None of a process that has ended, as one may have of earlier tests that no one has waited for.
+    children = [child.as_dict(["cmdline"])["cmdline"] for child in psutil.Process().children()]
+    return [line for line in children if line and "stages.rewards.python_program" in line]
 
 
 def python(folder: Path, code: str, **config: Any) -> Reward:

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,10 +33,13 @@ class Unlucky(ExactMatch):
     def evaluate(self, evaluation, context, await_model) -> Results:
         await_model()
         own = str(evaluation.task_folder.parent)  # other tests' servers may be children of this process, too
-        servers = [child for child in psutil.Process().children(recursive=True) if own in " ".join(child.cmdline())]
+        children = psutil.Process().children(recursive=True)
+        lines = [child.as_dict(["cmdline"])["cmdline"] or () for child in children]
+        servers = [child for child, line in zip(children, lines, strict=True) if own in " ".join(line)]
         assert servers
         for server in servers:
-            server.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends with its supervisor, which was killed before it
+                server.kill()
         psutil.wait_procs(servers, timeout=5)
         raise ConnectionResetError("the connection was reset")
 

@@ -209,7 +209,8 @@ def test_a_video_for_which_there_is_no_memory_ends_the_process_that_decodes_it()
 
 
 def decoding_process():
-    (found,) = (one for one in psutil.Process().children() if "stages.data.media.video_program" in one.cmdline())
+    children = {child: child.as_dict(["cmdline"])["cmdline"] or () for child in psutil.Process().children()}
+    (found,) = (child for child, line in children.items() if "stages.data.media.video_program" in line)
     return found
 
 
