@@ -91,11 +91,15 @@ def causal_lm(folder: Path) -> Qwen3ForCausalLM:
 
 
 class Asked(LoopbackServer):
-    """Server that answers with the log-probabilities of a Transformers model, and keeps the received requests."""
+    """Server that answers with the log-probabilities of a Transformers model, and keeps the received requests.
 
-    def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
+    answers: folder in which those who ask it keep its answers.
+    """
+
+    def __init__(self, causal_lm: Qwen3ForCausalLM, answers: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.causal_lm = causal_lm
+        self.answers = answers
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
@@ -126,8 +130,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(causal_lm: Qwen3ForCausalLM) -> Iterator[Asked]:
-    with Asked(causal_lm) as server:
+def server(causal_lm: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Asked]:
+    with Asked(causal_lm, tmp_path) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
@@ -145,7 +149,7 @@ def evaluate(folder: Path, server: Asked, asked: Evaluation, *, takes_tokens: bo
     tasks = load_tasks(select_tasks(asked.tasks, asked.task_folder), asked)
     client = Client(f"http://127.0.0.1:{server.server_port}", "key", "tiny")
     served = ServedModel(client, folder / "model", CONTEXT_TOKENS, False, takes_tokens)
-    answers = folder / f"answers-{id(server)}-{takes_tokens}"
+    answers = server.answers / f"answers-{takes_tokens}"
     return evaluate_tasks(LmEvalModel(served, asked), tasks, asked, answers, lambda *_: None)
 
 
