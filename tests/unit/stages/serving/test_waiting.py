@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 
@@ -17,6 +18,7 @@ from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 from stages.serving.tally import ServedVersion
 from stages.serving.waiting import RequestQueue
+from tests.slurm_cluster import free_ports
 from tests.tiny_engine import PROGRAM
 
 KEY = "key"
@@ -35,8 +37,7 @@ class Engines:
 
     def started(self, port: int | None = None) -> Backend:
         """Start the next engine; return its address once it listens (the former's port is used at once)."""
-        with listening_socket("127.0.0.1", port) as reservation:
-            port = reservation.getsockname()[1]
+        port = port or free_ports(1)[0]
         command = [sys.executable, str(PROGRAM), str(self.model), "adder", "127.0.0.1", str(port)]
         process = self._stack.enter_context(subprocess.Popen(command, env={**os.environ, "TINY_KEY": KEY}))
         self._processes.append(process)
@@ -45,6 +46,7 @@ class Engines:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return Backend(EngineAddress(port=port), version=ServedVersion("adder", str(len(self._processes))))
+            time.sleep(0.01)
         raise AssertionError("Tiny did not start")
 
     def kill(self) -> None:

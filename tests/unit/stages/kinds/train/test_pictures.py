@@ -143,6 +143,7 @@ def teacher(tmp_path, inputs):
     """Provide the artifact of a teacher, the model with other weights, beside the inputs."""
     shutil.copytree(inputs["base"], tmp_path / "teacher")
     causal_lm = AutoModelForImageTextToText.from_pretrained(inputs["base"] / "model", dtype=torch.float32)
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in causal_lm.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
