@@ -33,9 +33,9 @@ CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 # ------------------------------------------------------------------------------------------------- what /proc knows
@@ -98,10 +98,11 @@ def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] =
     Python's resource trackers are killed last: a tracker removes the shared memory of ended processes, which it knows
     better than a look from outside, and then ends by itself. shared_memory: files known from earlier looks.
     """
-    files = {*shared_memory, *shared_memory_of(find())}
-    kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
-    wait_for_end(find, CLEANING_S)  # only resource trackers are left
-    kill_until_gone(find)
+    files = {*shared_memory, *shared_memory_of(pids := find())}
+    if pids:  # each further look reads all of /proc
+        kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
+        wait_for_end(find, CLEANING_S)  # only resource trackers are left
+        kill_until_gone(find)
     remove_shared_memory(files)
 
 

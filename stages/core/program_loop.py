@@ -120,14 +120,15 @@ def _interrupt(*_: object) -> None:
     raise TimeLimitError
 
 
-def end_with_asking_process() -> None:
-    """Have the kernel kill this helper process and its process group when the client process is gone.
+def end_with_asking_process(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this helper process and its process group a signal when the client process is gone.
 
     A parent-death signal would come when the *thread* that started this process ends, and a thread that waits here for
     the end of a pipe would not get its turn while a step of C holds the interpreter.
     """
     lifeline = int(os.environ.pop(LIFELINE))
-    # A negative owner is a process group. SIGKILL takes the place of SIGIO, and O_ASYNC turns the signal on.
+    os.set_inheritable(lifeline, False)  # a program that this process becomes could take it all back
+    # A negative owner is a process group. The signal takes the place of SIGIO, and O_ASYNC turns it on.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, number)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

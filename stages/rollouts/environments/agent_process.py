@@ -68,7 +68,7 @@ class AgentProcess:
         tokens = ":".join(filter(None, [os.environ.get(TOKEN_VARIABLE), token]))
         environment = bare_environment(Path(home.name))
         path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-        own = {TOKEN_VARIABLE: tokens, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        own = {TOKEN_VARIABLE: tokens, "PATH": path, **variables}
         # Only this process holds the writing end: its end closes the pipe, and the program is killed.
         lifeline, held = os.pipe()
         try:

@@ -7,8 +7,9 @@ files and the paths. Of the network it reaches one port, by TCP; with `own_serve
 of which it may listen. It sees no other process's environment, and from Linux 6.12 on signals none. Landlock's rule of
 ports needs Linux 6.7: before, files and ports are as they were.
 
-The kernel asks this process before the program, or what it has started, starts another process or a thread. Whatever it
-starts is a descendant of this process, even if its parents have ended: so all of it is counted, and ended.
+The kernel asks this process's child before the program, or what it has started, starts another process or a thread.
+Whatever it starts is a descendant of both, even if its parents have ended: so all of it is counted, and ended, also
+where either of the two is killed, as by a machine that runs out of memory.
 """
 
 import contextlib
@@ -38,36 +39,60 @@ READABLE = tuple(Path(path) for path in ("/bin", "/sbin", "/etc", "/proc", "/sys
 
 def main(limits: str, *words: str) -> None:
     """Run the program, end all that it has started, and end as it did; exit with code 1 if there is no such program."""
-    end_with_asking_process()
+    end_with_asking_process(signal.SIGTERM)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # beside files that it may only read
     executable = shutil.which(words[0], path=environment["PATH"])
     if executable is None:
         sys.exit(f"there is no program {words[0]!r}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, _end_all)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    ours, theirs = socket.socketpair()
-    own_pid, asked = os.getpid(), json.loads(limits)
-    if not (program := os.fork()):
-        die_with_parent()
-        if os.getppid() == own_pid:
-            _become(executable, words, environment, asked, theirs)
-        os._exit(1)
-    theirs.close()
-    status = supervised(program, ours, asked["most_processes"])
+    _adopt_orphans()
+    if child := _forked(signal.SIGTERM):
+        _, status = os.waitpid(child, 0)
+    else:
+        _adopt_orphans()
+        status = _run(executable, words, environment, json.loads(limits))
     _end_all()
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
-        sys.exit(code)
+        os._exit(code)  # without an end of the interpreter, which takes as long as the fork
     with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(-code, signal.SIG_DFL)
-    os.kill(own_pid, -code)
+    os.kill(os.getpid(), -code)
+
+
+def _forked(at_parent_s_end: int) -> int:
+    """Fork this process, and return the child's pid; 0 in the child, which gets a signal when its parent ends."""
+    parent = os.getpid()
+    if child := os.fork():
+        return child
+    die_with_parent(at_parent_s_end)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+    return 0
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose parents have ended."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _run(executable: str, words: tuple[str, ...], environment: dict[str, str], limits: dict[str, Any]) -> int:
+    """Run the program in a child process, and return its exit status."""
+    ours, theirs = socket.socketpair()
+    if not (program := _forked(signal.SIGKILL)):
+        _become(executable, words, environment, limits, theirs)
+    theirs.close()
+    return supervised(program, ours, limits["most_processes"])
 
 
 def _end_all(*_: object) -> None:
     """End the program and all that it has started; further requests to do so are ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kill_until_gone(lambda: descendants(os.getpid()))
+    with contextlib.suppress(ChildProcessError):  # without a child, nothing is below: a look at all of /proc is saved
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        kill_until_gone(lambda: descendants(os.getpid()))
 
 
 def _become(

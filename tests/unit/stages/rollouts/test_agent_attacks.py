@@ -158,8 +158,8 @@ answered, turned_away = [], []
 def attempt():
     try:
         answered.append(ask([first, message, result, {"role": "user", "content": row["evil"]}], tools=tools))
-    except urllib.error.HTTPError as error:
-        turned_away.append(json.load(error)["error"]["code"])
+    except Refused as error:
+        turned_away.append(error.args[1])
 threads = [threading.Thread(target=attempt) for _ in range(100)]
 for thread in threads:
     thread.start()

@@ -4,7 +4,12 @@ The oracle of token ids is Transformers, which renders and tokenizes a program's
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +21,13 @@ import pytest
 from pydantic import ValidationError
 
 from stages.core.errors import DataError
+from stages.core.process_tree import descendants, living_processes, wait_for_end
 from stages.data.calculator import DEFINITION
 from stages.data.messages import Conversation, make_message
 from stages.kinds.generate.config import GenerateConfig
 from stages.rewards import code_program
 from stages.rollouts.asking import request_seed
-from stages.rollouts.environments import led
+from stages.rollouts.environments import agent_process, led
 from stages.rollouts.environments.environment import Action, Step
 from tests.agent_episodes import (
     LEFT_S,
@@ -29,12 +35,14 @@ from tests.agent_episodes import (
     TOOLS,
     Server,
     calls_once,
+    command_of,
     environment,
     left_processes,
     make_model,
     play,
     scripted_server,
 )
+from tests.serving import wait_for
 
 RIGHT = 'reward(float(ask([first])["choices"][0]["message"]["content"] == row["answer"]))'
 WITH_A_TOOL = """
@@ -111,7 +119,7 @@ last = ask([first, said, answer, {"role": "user", "content": "So?"}], tools=TOOL
 reward(chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and float(last["choices"][0]["message"]["content"]))
 """
 CLIENTS = """
-import http.client
+import http.client, urllib.request
 
 def send(body, retries=0):
     # OpenAI's client sends these headers and fields; verifiers those and its own
@@ -182,8 +190,8 @@ said, found = [], []
 def attempt():
     try:
         said.append(ask([first])["choices"][0]["message"])
-    except urllib.error.HTTPError as error:
-        found.append([error.code, json.load(error)["error"]["code"]])
+    except Refused as error:
+        found.append([*error.args])
 threads = [threading.Thread(target=attempt) for _ in range(2)]  # two at once, of which either may be the first
 for thread in threads:
     thread.start()
@@ -203,8 +211,8 @@ bodies = [(b"x" * 100_000_000, {}), (b"[" * 100_000, {})]
 for body, options in [*bodies, (b"{}", {"key": "wrong"}), (b"{}", {"path": "/embeddings"})]:
     try:
         post(body, **options)
-    except urllib.error.HTTPError as error:
-        found.append([error.code, json.load(error)["error"]["code"]])
+    except Refused as error:
+        found.append([*error.args])
 last = ask([first, said[0], so], temperature=9, max_tokens=1, seed=3, n=1, user="me")
 reward(float(last["choices"][0]["message"]["content"]))
 print(json.dumps(found), file=sys.stderr)
@@ -267,7 +275,7 @@ def test_a_program_that_fails_ends_its_episode_with_one_sentence(server: Any, tm
 
     with config.opened(tmp_path) as make, ThreadPoolExecutor(2) as pool:
         for found, expected in zip(pool.map(failure, FAILING), FAILING.values(), strict=True):
-            assert expected in found and found.startswith("the program python agent.py ") and "\n" not in found
+            assert expected in found and found.startswith("the program python -S agent.py ") and "\n" not in found
     for command, expected in (
         ("python agent.py", "exit code 0 before it asked"),
         ("no-such-program", "exit code 1 bef"),
@@ -293,21 +301,26 @@ def test_programs_that_fail_in_a_row_end_the_stage(tmp_path: Path, monkeypatch: 
             episode.reset({"prompt": QUESTION, "tools_of": TOOLS}, 0)
             return episode.step(Action(text))
 
-        assert step("7").failure == "the program python agent.py ended with exit code 3"
+        assert step("7").failure == "the program python -S agent.py ended with exit code 3"
         assert step("408") == Step((), 1.0, done=True), "from which on failures count again"
         assert step("7").failure
-        with pytest.raises(DataError, match=r"^the program python agent.py failed 2 episodes in a row, .* 3; fix it$"):
+        with pytest.raises(DataError, match=r"^the program .* agent.py failed 2 episodes in a row, .* 3; fix it$"):
             step("7")
 
 
+LOST = f"""
+if not os.fork():  # in a session of its own, and not known by its environment
+    os.setsid()
+    os.execve("/bin/sleep", ["sleep", "{LEFT_S}"], {{}})
+"""
 AT_A_BOUND = """
 messages = [first]
 try:
     while True:
         answer = ask(messages)["choices"][0]
         messages += [answer["message"], {"role": "user", "content": "Again."}]
-except urllib.error.HTTPError as error:
-    assert json.load(error)["error"]["code"] == "context_length_exceeded"
+except Refused as error:
+    assert error.args == (400, "context_length_exceeded"), error
 reward(len(messages) + (answer["finish_reason"] == "length") / 2)
 """
 
@@ -321,8 +334,7 @@ def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
     server.script = lambda prompt: "408"
     # of which the program's start takes a second on a busy machine
     began_s, most_s = time.monotonic(), 5.0
-    lost = f"if not os.fork():\n os.setsid()\n os.execve('/bin/sleep', ['sleep', '{LEFT_S}'], {{}})\ntime.sleep(1000)"
-    (episode,) = play(server, tmp_path, f"ask([first])\n{lost}", max_episode_s=most_s)
+    (episode,) = play(server, tmp_path, f"ask([first])\n{LOST}\ntime.sleep(1000)", max_episode_s=most_s)
     assert not left_processes()
     assert (episode.end, episode.reward) == ("seconds", 0.0) and time.monotonic() - began_s < most_s + 8.5
     again = 'ask([first, ask([first])["choices"][0]["message"], first])'
@@ -330,12 +342,60 @@ def test_an_episode_ends_at_its_bounds(server: Any, tmp_path: Path) -> None:
     assert (episode.end, episode.reward) == ("turns", 0.0), "it was refused a turn, and failed"
 
 
+def test_a_kill_of_what_watches_a_program_fails_its_episode_and_leaves_nothing(server: Any, tmp_path: Path) -> None:
+    """While the program waits for its turn, the process that was started for it is killed, and then the one below."""
+    found: list[int] = []
+
+    def script(prompt: str) -> str:
+        wait_for(left_processes, what="what the program has started")
+        watching = [pid for pid in descendants(os.getpid()) if agent_process.LAUNCHER in command_of(pid)]
+        found.append(len(watching))
+        if len(found) < 3:
+            os.kill(watching[len(found) - 1], signal.SIGKILL)
+        return "408"
+
+    server.script = script
+    body = f'{LOST}\nreward(float(ask([first])["choices"][0]["message"]["content"]))'
+    played = play(server, tmp_path, body, num_samples=3, num_together=1)
+    assert [(one.end, one.reward) for one in played] == [("failed", 0.0), ("failed", 0.0), ("done", 408.0)]
+    assert [one.metrics["environment_failed"] for one in played] == [1.0, 1.0, 0.0]
+    assert [str(one.failure).rpartition(" ended ")[2] for one in played[:2]] == ["with exit code -9"] * 2
+    assert found == [2, 2, 2] and not left_processes()
+    assert not {"agent", "gateway"} & {thread.name for thread in threading.enumerate()}
+
+
+STAGE = """
+import sys, time
+from pathlib import Path
+from stages.rollouts.environments.agent_process import AgentCommand, AgentProcess
+
+folder = Path(sys.argv[1])
+limits = {"memory_bytes": 1 << 30, "most_processes": 9, "own_servers": False, "readable": [str(folder)]}
+command = AgentCommand(["python", "-S", "agent.py"], folder, folder / "homes", limits)
+process = AgentProcess(command, 1, {}, {}, print)
+time.sleep(1000)
+"""
+
+
+def test_a_kill_of_the_stage_s_process_ends_its_programs(tmp_path: Path) -> None:
+    """Here no supervisor of the stage is above it, which would end all that is left."""
+    (tmp_path / "homes").mkdir()
+    (tmp_path / "agent.py").write_text(f"import os, time\n{LOST}\ntime.sleep(1000)")
+    with subprocess.Popen([sys.executable, "-c", STAGE, tmp_path]) as stage:
+        wait_for(left_processes, what="what the program starts")
+        below = descendants(stage.pid)
+        stage.kill()
+    assert len(below) == 4, "two that watch, the program, and what it has started"
+    wait_for_end(lambda: [pid for pid in below if pid in living_processes()], patience_s=10)
+    assert not {*below} & {*living_processes()}
+
+
 def test_the_content_of_a_program_s_files_identifies_what_it_makes(tmp_path: Path) -> None:
     tree = {"kind": "generate", "model": "sft", "prompts": {"dataset": "a"}, "num_samples": 2, "keep": "best"}
     fields = environment(tmp_path, RIGHT).model_dump()
     read = GenerateConfig.model_validate({**tree, "max_tokens": 64, "environment": fields})
     assert read.outside_paths()["environment.files.0"] == tmp_path / "agent.py"
-    assert str(tmp_path) not in json.dumps(read.identity()) and "python agent.py" in json.dumps(read.identity())
+    assert str(tmp_path) not in json.dumps(read.identity()) and "python -S agent.py" in json.dumps(read.identity())
     with pytest.raises(ValidationError, match="rewards"):
         GenerateConfig.model_validate({**tree, "max_tokens": 64, "environment": {**fields, "gives_reward": False}})
 
