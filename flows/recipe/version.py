@@ -66,13 +66,23 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
 
     Unset and empty on one side equals absent on the other. A mapping's entries are listed if the other's is empty.
     """
-    before, after = dict(_flatten(old)), dict(_flatten(new))
+    before, after = fields_of(old), fields_of(new)
+    return [Difference(field, before.get(field), after.get(field)) for field in sorted(differing(before, after))]
+
+
+def differing(before: Mapping[str, JsonValue], after: Mapping[str, JsonValue]) -> list[str]:
+    """Return the paths of the fields, as `fields_of` has them, in which two identities differ, in no order."""
     empty: tuple[JsonValue, ...] = (None, [], {})
     return [
-        Difference(field, before.get(field), after.get(field))
-        for field in sorted(before.keys() | after.keys())
+        field
+        for field in before.keys() | after.keys()
         if before.get(field) != after.get(field) and not (before.get(field) in empty and after.get(field) in empty)
     ]
+
+
+def fields_of(identity: Identity) -> dict[str, JsonValue]:
+    """Return the fields of an identity by their path in the recipe."""
+    return dict(_flatten(identity))
 
 
 def _document(

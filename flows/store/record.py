@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from flows.recipe.version import Identity, differences
+from flows.recipe.version import Identity, differing, fields_of
 from flows.store.content import FileEntry
 from stages.core.contract import StrictModel, finding_of, nearest_base
 from stages.core.errors import LifecycleError
@@ -139,8 +139,9 @@ class Index:
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
         """Return the stage's artifact whose config differs least from `identity`; the newest of equally near ones."""
-        return min(
-            self.of_stage(kind, stage),
-            key=lambda one: (len(differences(one.record.identity, identity)), -one.record.finished.timestamp()),
-            default=None,
-        )
+        fields = fields_of(identity)  # once, not for each artifact
+
+        def distance(one: Artifact) -> tuple[int, float]:
+            return len(differing(fields_of(one.record.identity), fields)), -one.record.finished.timestamp()
+
+        return min(self.of_stage(kind, stage), key=distance, default=None)
