@@ -18,8 +18,9 @@ import tiny
 from flows.running.runner import BuiltStage
 from flows.store.store import Store
 from stages.core.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
-from stages.core.process_tree import descendants
+from stages.core.process_tree import descendants, send
 from tests.cluster_stages import messages
+from tests.searched import commands_with, files_with
 from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -140,8 +141,7 @@ def kill_at_once(flow: subprocess.Popen) -> None:
     """Kill a refresh's process and all its descendants together, so that none can react to another's death."""
     local = [flow.pid, *descendants(flow.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in local:
-            os.kill(pid, number)
+        send(number, local)
     flow.wait(tiny.PATIENCE_S)
 
 
@@ -238,10 +238,8 @@ def test_slurm_never_sees_the_environment(cluster, store, monkeypatch):
     seen = cluster.command("scontrol", "show", "job", job) + cluster.command(
         "scontrol", "write", "batch_script", job, "-"
     )
-    files = [file for file in cluster.folder.rglob("*") if file.is_file()]
-    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
     assert "planted" not in seen
-    assert not [file for file in files if b"planted" in file.read_bytes()]
-    assert not [command for command in commands if b"planted" in command]
+    assert files_with(cluster.folder, "planted") == []
+    assert commands_with("planted") == []
     thread.join()
-    assert not [file for file in outcome[0].artifact.rglob("*") if file.is_file() and b"planted" in file.read_bytes()]
+    assert files_with(outcome[0].artifact, "planted") == []

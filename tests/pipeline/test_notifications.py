@@ -25,6 +25,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger
 from flows.servers.local import is_answering
 from tests.beginnings import beginning
+from tests.searched import files_with
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -87,8 +88,7 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
     assert json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"] == []
-    leaks = [path for path in worker_home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert leaks == []
+    assert files_with(worker_home.folder, SECRET) == []
 
 
 @pytest.mark.nightly

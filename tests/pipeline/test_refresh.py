@@ -9,6 +9,7 @@ import pytest
 from refreshes import ForkedHome, after, finish, model, stage, states, trained
 
 from stages.core.errors import DataError
+from tests.searched import files_with
 
 SECRET = "do-not-tell-8d1f"
 
@@ -83,8 +84,7 @@ def test_the_report_is_at_the_parent_run_and_prefect_links_to_it(home, first):
 
 
 def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
-    leaks = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert leaks == []
+    assert files_with(home.folder, SECRET) == []
 
 
 def test_mlflow_knows_all_although_the_process_that_tells_it_was_killed(home):

@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import stat
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from worker_home import STAND_IN, WorkerHome
 from stages.data import bad_rows
 from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
+from tests.searched import files_with, status_of_all
 from tests.serving import SERVING
 
 pytestmark = pytest.mark.timeout(900)
@@ -216,10 +218,11 @@ def test_failures_name_the_place_of_a_secret_but_not_the_secret(seen):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_secret_is_in_no_file_and_no_database(seen, planted, place):
-    files = [path for path in seen[0].folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    files = [path for path in files if not path.is_relative_to(seen[1].stages["odd"].artifact / "data")]  # a row
-    assert {"prefect.db", "mlflow.db", "server.log", "record.json"} <= {path.name for path in files}
-    assert [path for path in files if planted[place].encode() in path.read_bytes()] == []
+    assert {"prefect.db", "mlflow.db", "server.log", "record.json"} <= {
+        p.name for p, _ in status_of_all(seen[0].folder)
+    }
+    rows = seen[1].stages["odd"].artifact / "data"
+    assert [path for path in files_with(seen[0].folder, planted[place]) if not path.is_relative_to(rows)] == []
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -231,9 +234,8 @@ def test_a_secret_is_neither_shown_nor_in_a_process_list(seen, planted, place):
 
 
 def test_nothing_in_the_home_may_be_read_by_others(seen):
-    home = seen[0].folder
-    readable = {path: oct(path.lstat().st_mode) for path in (home, *home.rglob("*")) if not path.is_symlink()}
-    assert {path: mode for path, mode in readable.items() if not re.search("00$", mode)} == {}
+    modes = {path: one.st_mode for path, one in status_of_all(seen[0].folder) if not stat.S_ISLNK(one.st_mode)}
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
 def test_no_process_may_leave_its_memory_on_the_disk(seen):

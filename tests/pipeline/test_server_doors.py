@@ -17,6 +17,7 @@ from worker_home import STAND_IN
 
 from stages.core.process_tree import marked_processes
 from tests.listening import listening_addresses, reachable_from_elsewhere, unix_listeners
+from tests.searched import commands_with, files_with
 
 pytestmark = pytest.mark.timeout(900)
 SERVERS = ("prefect", "mlflow")
@@ -221,11 +222,9 @@ def test_the_worker_tells_its_metrics_with_the_key_alone(home):
 def test_the_key_is_its_owners_and_in_no_command_line(home):
     file = home.folder / "servers.key"
     assert file.stat().st_mode & 0o777 == 0o600
-    password = home.key().split(":")[1].encode()
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert [command for command in commands if password in command] == []
-    others = [path for path in home.folder.rglob("*") if path.is_file() and path != file]
-    assert [path for path in others if password in path.read_bytes()] == []
+    password = home.key().split(":")[1]
+    assert commands_with(password) == []
+    assert files_with(home.folder, password) == [file]
 
 
 @pytest.mark.parametrize("planted", ["lifecycle:known-to-others", "nonsense"])
@@ -325,13 +324,13 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
     assert ask(second_home, "prefect", path="/api/admin/version")[0] == 200
     code, refresh = second_home.run(second_home.recipe("keyed", rows=stage("ok", "keyed")))
     assert (code, refresh["stages"]["rows"]["state"]) == (0, "built")
-    assert second_home.attempts("rows")
+    eventually(lambda: second_home.attempts("rows"))  # a busy machine may tell MLflow after the end
 
 
 def test_a_person_who_is_logged_in_sees_the_list_of_runs(second_home):
     """`lifecycle status --open` opens MLflow's list of runs, which exists after the first refresh."""
     assert second_home.run(second_home.recipe("listed", rows=stage("ok", "listed")))[0] == 0
-    assert second_home.attempts("rows")
+    eventually(lambda: second_home.attempts("rows"))  # a busy machine may tell MLflow after the end
     environment = {**second_home.environment, "BROWSER": "true %s"}
     assert subprocess.run([LIFECYCLE, "status", "--open"], env=environment, capture_output=True).returncode == 0
     page = (second_home.folder / "mlflow" / "login.html").read_text().split('"')[-2]

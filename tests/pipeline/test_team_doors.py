@@ -8,7 +8,8 @@ import pytest
 from postgresql import MISSING, postgresql
 from refreshes import ForkedHome, eventually, request
 from team import Team
-from test_team_servers import command_lines_with, files_with
+
+from tests.searched import commands_with, files_with
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 QUESTIONS = {
@@ -93,7 +94,7 @@ def test_the_key_is_in_its_file_alone(team):
     """The servers' key occurs in no log, database or command line, nor in what `docker inspect` shows."""
     assert team.log("prefect").stat().st_size
     assert files_with(team.folder, team.password) == [team.secret("servers_key")]
-    assert command_lines_with(team.password) == []
+    assert commands_with(team.password) == []
     assert team.password not in json.dumps(team.services)
 
 

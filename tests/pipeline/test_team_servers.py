@@ -4,10 +4,8 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import psycopg2
 import pytest
@@ -18,6 +16,8 @@ from flows.servers.local import is_answering
 from flows.service.backup import back_up, backup_names, restore
 from flows.service.database_dumps import VARIABLES
 from stages.core.errors import StoreError
+from tests.searched import commands_with, files_with
+from tests.slurm_cluster import free_ports
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 TREE = {"rows": stage("steps"), "base": model("transient_once"), "scores": after("base")}
@@ -39,22 +39,6 @@ def home(tmp_path_factory, database):
     assert home.lifecycle("down").returncode == 0
 
 
-def files_with(folder: Path, secret: str) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-
-
-def command_lines_with(secret: str) -> list[str]:
-    commands = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = file.read_bytes()
-        except OSError:
-            continue
-        if secret.encode() in command:
-            commands.append(command.decode())
-    return commands
-
-
 def test_a_refresh_is_kept_in_postgresql(home, database):
     address, password = database.address, database.password
     code, refresh = home.run(home.recipe("team", **TREE))
@@ -73,7 +57,7 @@ def test_a_refresh_is_kept_in_postgresql(home, database):
     )
     assert list(home.folder.rglob("*.db")) == []
     assert files_with(home.folder, password) == []
-    assert command_lines_with(password) == []
+    assert commands_with(password) == []
 
 
 def test_a_backup_of_tables_is_restored_into_databases_of_another_owner(database, tmp_path, monkeypatch):
@@ -178,9 +162,7 @@ def guarded_mlflow(tmp_path_factory):
         f"admin_password = {password}\ndatabase_uri = sqlite:///{folder}/users.db\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", "1"]
     storage = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
     with (folder / "log").open("wb") as log:
