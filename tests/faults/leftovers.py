@@ -37,13 +37,17 @@ class Leftovers:
 
     def look(self) -> dict[str, set[str]]:
         """Return a snapshot of test processes (not shared servers), shared memory, held locks and temporary files."""
-        servers = self._servers()
+        # Not by `glob`, which raises where a folder goes meanwhile, as those of running servers do.
+        files = [Path(place, name) for place, _, names in os.walk(self._folder) for name in names]
+        servers = self._servers(files)
         processes = {pid: _command(pid) for pid in marked_processes(self._mark) if pid != os.getpid()}
         others = {pid: command for pid, command in processes.items() if pid not in servers and not _is_daemon(command)}
         return {
             "process": {f"{pid} {command}" for pid, command in others.items() if command},
             "shared memory": self._shared_memory(),
-            "held lock": {str(path) for path in self._folder.glob("**/.locks/*") if path.is_file() and _is_held(path)},
+            "held lock": {
+                str(path) for path in files if path.parent.name == ".locks" and path.exists() and _is_held(path)
+            },
             # Shared servers have temporary files of their own while they run.
             "temporary file": set() if servers else {path.name for path in self._temporary.iterdir()},
         }
@@ -52,15 +56,16 @@ class Leftovers:
         files = {str(path) for path in SHARED_MEMORY.iterdir()}
         return files if self.has_own_shared_memory else files - _open_files()
 
-    def _servers(self) -> set[int]:
+    def _servers(self, files: list[Path]) -> set[int]:
         """Return the process ids of servers that `lifecycle up` started (Prefect, MLflow) and of their supervisors."""
-        files = [path.read_text() for path in self._folder.glob("**/servers.json")]
-        supervisors = {Lock(path.parents[1]).holder() for path in self._folder.glob("**/supervisor/lock")} - {None}
+        records = [path.read_text() for path in files if path.name == "servers.json" and path.exists()]
+        locks = [path for path in files if (path.parent.name, path.name) == ("supervisor", "lock")]
+        supervisors = {Lock(path.parents[1]).holder() for path in locks} - {None}
         environments = {pid: _environment(pid) for pid in marked_processes(self._mark)}
         return supervisors | {
             pid
             for pid, environment in environments.items()
-            if any(token in text for text in files for token in _tokens(environment))
+            if any(token in text for text in records for token in _tokens(environment))
         }
 
 
