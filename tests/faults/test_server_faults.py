@@ -180,7 +180,7 @@ def test_a_copy_of_a_running_home_leaves_the_original_alone(home, tmp_path, faul
     refresh = home.start(home.recipe("copied", rows=stage("pause", "copied")))
     release = home.work("rows", "scratch/ready").with_name("release")
     copy = ForkedHome(tmp_path / "copy")
-    subprocess.run(["cp", "-a", home.folder, copy.folder], check=True)
+    home.copy_to(copy.folder)
     assert copy.lifecycle("down").stdout == "nothing to stop\n"
     assert copy.lifecycle("rollback", "adder").returncode == ServerError.exit_code
     assert " copied " in copy.lifecycle("show").stdout

@@ -67,7 +67,7 @@ def home(tmp_path, stopped_at_end):
 
 def copied(home, name, stopped_at_end):
     copy = WorkerHome(home.folder.with_name(name))
-    subprocess.run(["cp", "-a", home.folder, copy.folder], check=True)
+    home.copy_to(copy.folder)
     stopped_at_end(copy)
     return copy
 
