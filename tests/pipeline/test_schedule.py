@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from refreshes import ROOT, after, eventually, finish, model, stage, trained
+from worker_home import HOUR, NIGHTLY
 
 from flows.service.reaper import DUE_AGAIN
 
@@ -36,10 +37,10 @@ def nightly(worker_home):
 
 
 def test_a_schedule_says_when_it_is_due(worker_home, nightly):
-    assert nightly["schedule"]["cron"] == "0 3 * * *"
+    assert nightly["schedule"]["cron"] == NIGHTLY
     assert nightly["schedule"]["timezone"] == "Europe/Berlin"
     due = datetime.fromisoformat(nightly["schedule"]["next_due"])
-    assert (due.hour, due.minute) == (3, 0)
+    assert (due.hour, due.minute) == (HOUR, 0)
     assert due.utcoffset() in (timedelta(hours=1), timedelta(hours=2))
     listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
     assert nightly["schedule"] in listed
