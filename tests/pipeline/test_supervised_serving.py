@@ -68,11 +68,11 @@ def test_what_serves_is_started_again_with_the_same_socket_and_key_when_it_is_ki
             after = descendants(process.pid)
             return after if len(after) == len(before) and not {*after} & {*before} else None
 
-        after = wait_for(are_others, 60, "as many processes as before")
+        after = wait_for(are_others, what="as many processes as before")
         assert len([*(home() / "servers").glob("serving-*/")]) == 1
         process.terminate()
-        assert process.wait(120) == 0
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in after), 60, "the end of them")
+        assert process.wait(300) == 0
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in after), what="the end of them")
         assert [*(home() / "servers").glob("serving-*/")] == []
 
 
