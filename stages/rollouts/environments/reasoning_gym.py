@@ -29,7 +29,6 @@ from stages.rollouts.environments.environment import (
 )
 from stages.serving.interpreter import find_interpreter
 
-PACKAGE = "reasoning-gym"
 MADE_FROM = "reasoning_gym"
 """Column of a row with the name, seed, size and index by which its task makes it again."""
 ROWS_AT_ONCE = 16
@@ -39,10 +38,10 @@ Made = tuple[str, str, int, int]
 """Arguments that make a task's rows: its name, its options as JSON, the seed of the first row, and their number."""
 
 
-def find_package() -> tuple[Path, str]:
+def find_reasoning_gym() -> tuple[Path, str]:
     """Return the interpreter and the version of the installed Reasoning Gym. Raises ResourceError without one."""
     return find_interpreter(
-        PACKAGE,
+        "reasoning-gym",
         title="Reasoning Gym",
         variable="LIFECYCLE_REASONING_GYM",
         environment=".venv-reasoning-gym",
@@ -100,17 +99,17 @@ class ReasoningGymEnvironment(EnvironmentConfig):
         return (SeedRange(self.reasoning_gym, self.seed, self.size),)
 
     def versions(self) -> dict[str, JsonValue]:
-        return {"reasoning_gym_version": find_package()[1]}
+        return {"reasoning_gym_version": find_reasoning_gym()[1]}
 
     def problems(self) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(ResourceError):  # a missing package is found when its version is looked for
             made = self._made(self.seed, 1)
-            if problem := _problem(*find_package(), made, self.memory_gib, self.timeout_s):
+            if problem := _problem(*find_reasoning_gym(), made, self.memory_gib, self.timeout_s):
                 yield "reasoning_gym", problem
 
     def rows(self) -> Iterator[dict[str, Any]]:
         made = self._made(self.seed, self.size)
-        for index, row in enumerate(_rows(*find_package(), made, self.memory_gib, self.timeout_s)):
+        for index, row in enumerate(_rows(*find_reasoning_gym(), made, self.memory_gib, self.timeout_s)):
             made_from = {"task": self.reasoning_gym, "seed": self.seed, "size": self.size, "index": index}
             yield {**row, MADE_FROM: made_from}
 
@@ -152,7 +151,7 @@ class ReasoningGymEnvironment(EnvironmentConfig):
         return self.reasoning_gym, json.dumps(self.options, sort_keys=True), seed, size
 
     def _program(self) -> Program:
-        return _program(find_package()[0], self.memory_gib, self.timeout_s)
+        return _program(find_reasoning_gym()[0], self.memory_gib, self.timeout_s)
 
     def _score(self, program: Program, question: dict[str, Any]) -> float | None:
         """Return the package's score of an answer; None where scoring it ends in an error, or takes too long."""

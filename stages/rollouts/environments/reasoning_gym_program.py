@@ -16,6 +16,8 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from stages.core.program_loop import RefusedError, answer_questions
@@ -28,11 +30,34 @@ NOT_OFFERED = {"composite": "which mixes others; name one of those"}
 """Tasks that are refused, with the reason."""
 
 
+class UnusedModule(ModuleType):
+    """Module in which every name is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class WithoutPlots:
+    """Finder of empty modules for matplotlib, which takes half of the package's import for plots that are not drawn."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        is_plotting = name.partition(".")[0] in ("matplotlib", "mpl_toolkits")
+        return ModuleSpec(name, self, is_package=True) if is_plotting else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return UnusedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        return
+
+
 def begin(memory_bytes: int) -> Callable[[dict[str, Any]], Any]:
     """Import the package, confine this process, and return the function that answers questions about its tasks."""
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()  # the environment of the stage's process has keys
     warnings.simplefilter("ignore")
+    sys.meta_path.insert(0, WithoutPlots())  # type: ignore[arg-type]
     try:
         from reasoning_gym.factory import DATASETS
         from reasoning_gym.utils import extract_answer

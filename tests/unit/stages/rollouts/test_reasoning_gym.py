@@ -3,7 +3,8 @@
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from stages.core.errors import DataError
 from stages.data.files import Portion, Row, RowLocation
 from stages.data.messages import RowError
 from stages.data.tokenizer import DocumentTokenizer
-from stages.hubs.builtin import qwen3_tools
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.rollouts.environments.environment import Action, Environment, shared_seeds
+from stages.rollouts.environments.environment import Action, Environment, MakeEnvironment, shared_seeds
 from stages.rollouts.environments.episodes import Episodes, TurnReader
-from stages.rollouts.environments.reasoning_gym import MADE_FROM, ReasoningGymEnvironment, find_package
+from stages.rollouts.environments.reasoning_gym import MADE_FROM, ReasoningGymEnvironment, find_reasoning_gym
 from stages.rollouts.environments.registry import AnyEnvironment
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import RenderedPrompt, read_prompts
+from tests.agent_episodes import make_model
 from tests.train_stage import make_config
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -38,10 +39,10 @@ ORACLE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import reasoning_gym
-found = {}
-for task, (options, texts) in json.load(sys.stdin).items():
-    rows = reasoning_gym.create_dataset(task, seed=7, size=len(texts), **options)
-    found[task] = [[row["question"], row["answer"], rows.score_answer(text, row)] for row, text in zip(rows, texts)]
+found = []
+for task, options, seed, texts in json.load(sys.stdin):
+    rows = reasoning_gym.create_dataset(task, seed=seed, size=len(texts), **options)
+    found.append([[row["question"], row["answer"], rows.score_answer(text, row)] for row, text in zip(rows, texts)])
 print(json.dumps(found))
 """
 
@@ -57,54 +58,64 @@ def score(made: Environment, row: dict[str, Any], text: str) -> float:
     return step.reward
 
 
-def check_scores(tasks: dict[str, dict[str, Any]]) -> None:
+Opened = tuple[ReasoningGymEnvironment, MakeEnvironment]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Opened]:
+    """Provide an environment that is open: each opening imports the package, which takes two seconds."""
+    config = environment(options=TASKS["chain_sum"], seed=SEED, size=NUM_EACH)
+    with config.opened(Path()) as make:
+        yield config, make
+
+
+def check_scores(environments: Sequence[Opened]) -> None:
     """Compare rows and rewards of `NUM_EACH` items of each task with those of the package, asked by itself."""
-    drawn, asked = {}, {}
-    for task, options in tasks.items():
-        config = environment(task, options=options, seed=SEED, size=NUM_EACH)
+    drawn, asked = [], []
+    for config, make in environments:
         rows = list(config.rows())
         # right, wrong, another row's, in words, and empty
         texts = [
             [row["answer"], f"{row['answer']}1", rows[number - 1]["answer"], f"It is {row['answer']}.", ""][number % 5]
             for number, row in enumerate(rows)
         ]
-        with config.opened(Path()) as make:
-            made = make()
-            drawn[task] = [
-                [row["prompt"], row["answer"], score(made, row, f" {text}\n")]
-                for row, text in zip(rows, texts, strict=True)
-            ]
-            other = {**rows[0], "prompt": f"{rows[0]['prompt']} Really?"}
-            with pytest.raises(DataError, match=f"makes another question at index 0 of the task {task} with seed 7"):
-                score(made, other, "2")
-        asked[task] = [options, texts]
-    python, _ = find_package()
+        made = make()
+        scored = [
+            [row["prompt"], row["answer"], score(made, row, f" {text}\n")]
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        other = {**rows[0], "prompt": f"{rows[0]['prompt']} Really?"}
+        with pytest.raises(DataError, match=f"makes another question at index 0 of the task {config.name} with seed 7"):
+            score(made, other, "2")
+        drawn += [scored, scored[30:]]  # each row has a seed of its own
+        asked += [[config.name, config.options, SEED, texts], [config.name, config.options, SEED + 30, texts[30:]]]
+    python, _ = find_reasoning_gym()
     oracle = subprocess.run([python, "-c", ORACLE], input=json.dumps(asked), capture_output=True, text=True, check=True)
     assert drawn == json.loads(oracle.stdout)
-    scores = [one for rows in drawn.values() for _, _, one in rows]
-    assert len(scores) == NUM_EACH * len(tasks) and 0.0 in scores and 1.0 in scores
+    scores = [one for rows in drawn[::2] for _, _, one in rows]
+    assert len(scores) == NUM_EACH * len(environments) and 0.0 in scores and 1.0 in scores
 
 
-def test_rewards_are_the_scores_that_the_package_itself_gives() -> None:
-    check_scores({"chain_sum": TASKS["chain_sum"]})
+def test_rows_and_rewards_are_those_of_the_package_itself(opened: Opened) -> None:
+    check_scores([opened])
 
 
 @pytest.mark.nightly
-def test_rewards_of_several_tasks_are_the_package_s_scores() -> None:
+def test_rows_and_rewards_of_several_tasks_are_the_package_s() -> None:
     """200 items; `make test` has 40 of one task, by the test above."""
-    check_scores(TASKS)
+    configs = [environment(task, options=options, seed=SEED, size=NUM_EACH) for task, options in TASKS.items()]
+    with ExitStack() as stack:
+        check_scores([(config, stack.enter_context(config.opened(Path()))) for config in configs])
 
 
-def test_each_row_has_a_seed_of_its_own_and_says_how_it_is_made() -> None:
-    first = environment(options=TASKS["chain_sum"], size=NUM_EACH, seed=SEED)
-    later = environment(options=TASKS["chain_sum"], size=10, seed=SEED + 30)
-    rows = list(first.rows())
-    assert [row["prompt"] for row in rows[30:]] == [row["prompt"] for row in later.rows()]
-    first.check_row(rows[0])
-    made_from = rows[0]["reasoning_gym"]
+def test_a_row_says_how_it_is_made(opened: Opened) -> None:
+    config, _ = opened
+    row = next(config.rows())
+    config.check_row(row)
+    made_from = row["reasoning_gym"]
     for other in (None, {}, {**made_from, "task": "countdown"}, {**made_from, "index": 40}, {**made_from, "seed": "7"}):
         with pytest.raises(RowError, match="is no row of the task chain_sum"):
-            first.check_row({**rows[0], "reasoning_gym": other})
+            config.check_row({**row, "reasoning_gym": other})
 
 
 def test_an_evaluation_of_what_is_learned_is_refused() -> None:
@@ -173,9 +184,9 @@ def test_options_that_a_task_does_not_take_are_refused(task: str, options: dict[
 
 
 @pytest.mark.parametrize("fraction", [None, 0.25])
-def test_rows_are_prompts_with_their_answers(tmp_path: Path, fraction: float | None) -> None:
-    qwen3_tools.make_tokenizer().save_pretrained(tmp_path)
-    made = environment(options=TASKS["chain_sum"], size=NUM_EACH, seed=SEED)
+def test_rows_are_prompts_with_their_answers(tmp_path: Path, opened: Opened, fraction: float | None) -> None:
+    make_model(tmp_path)
+    made, make = opened
     asked = {}
     for name in ("training", "evaluation") if fraction else ("training",):
         portion = Portion(name, "train", fraction)
@@ -188,7 +199,7 @@ def test_rows_are_prompts_with_their_answers(tmp_path: Path, fraction: float | N
     if fraction:
         of_training, of_evaluation = ({one.prompt.row["prompt"] for one in part} for part in asked.values())
         assert of_evaluation and not of_training & of_evaluation
-    check_episodes(made, tmp_path, asked["training"][:3])
+    check_episodes(made, make, tmp_path, asked["training"][:3])
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,9 @@ class Turn:
         return [-0.5] * len(self.token_ids)
 
 
-def check_episodes(made: ReasoningGymEnvironment, folder: Path, prompts: Sequence[RenderedPrompt]) -> None:
+def check_episodes(
+    made: ReasoningGymEnvironment, make: MakeEnvironment, folder: Path, prompts: Sequence[RenderedPrompt]
+) -> None:
     """Play a right, a wrong and a cut answer, which are episodes of one turn."""
     tokenizer = DocumentTokenizer(folder, None, "assistant")
     encode = AutoTokenizer.from_pretrained(folder).encode
@@ -218,9 +231,8 @@ def check_episodes(made: ReasoningGymEnvironment, folder: Path, prompts: Sequenc
             Turn(encode(cut), cut, truncated=True),
         ]
 
-    with made.opened(Path()) as make:
-        episodes = Episodes(made, make, reader, 128, 8, lambda seed, turn: seed + turn)
-        played = episodes.play([one.episode(0) for one in prompts], sample)
+    episodes = Episodes(made, make, reader, 128, 8, lambda seed, turn: seed + turn)
+    played = episodes.play([one.episode(0) for one in prompts], sample)
     assert [one.end for one in played] == ["done", "done", "tokens"]
     assert played[0].reward == 1.0 and played[1].reward < 1.0 and played[2].reward == 0.0
     assert all(one.num_turns == 1 and len(one.segments) == 1 for one in played)
