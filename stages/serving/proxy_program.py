@@ -29,12 +29,12 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
-    with (
-        Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock,
-        listening(Proxy(engine, os.environ[API_KEY_VARIABLE], waiting=RequestQueue()), public, LAST_ANSWERS_TIMEOUT_S),
-    ):
+    proxy = Proxy(engine, os.environ[API_KEY_VARIABLE], waiting=RequestQueue())
+    with Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock:
+        # Before the first answer: an engine that is asked to end meanwhile must find it held.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stop.wait()
+        with listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
+            stop.wait()
 
 
 if __name__ == "__main__":

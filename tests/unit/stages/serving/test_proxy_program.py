@@ -1,8 +1,12 @@
 """The proxy program of a Kubernetes pod runs in vLLM's image, which has only our folder `stages`."""
 
+import fcntl
 import os
+import select
 import signal
+import socket
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -10,6 +14,7 @@ from socketserver import ThreadingUnixStreamServer
 
 import httpx
 
+from stages.serving.proxy_program import LOCK_NAME
 from stages.serving.vllm.engine import find_vllm
 from tests.serving import wait_for
 from tests.slurm_cluster import free_ports
@@ -46,6 +51,30 @@ def test_it_stands_before_an_engine_until_it_is_asked_to_end(tmp_path):
             process.kill()
             engine.shutdown()
     assert answer(port, "key") is None
+
+
+def test_it_answers_no_one_before_it_has_the_lock_that_an_ending_engine_waits_for(tmp_path):
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "stages.serving.proxy_program", tmp_path / "engine.sock", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_API_KEY": "key"}
+    with (tmp_path / LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(command, env=environment, cwd=tmp_path) as process:
+            try:
+                wait_for(lambda: waits_for_a_lock(process.pid), timeout_s=300)
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+                    assert select.select([client], [], [], 0.5)[0] == []
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+                    assert client.recv(100).startswith(b"HTTP/1.1 401")
+            finally:
+                process.kill()
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """Return whether a process waits for a lock of a file: /proc/locks marks those that do by an arrow."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " -> " in line]
+    return any(str(pid) in fields for fields in lines)
 
 
 def answer(port: int, key: str) -> httpx.Response | None:
