@@ -19,6 +19,7 @@ from flows.planning.layout_choice import choose_layout
 from flows.planning.survey import IMAGES, SHORT_ANSWER_CHARACTERS, KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
 from stages.core.errors import DataError, LayoutError
+from stages.data.config import ROW_KINDS
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
 from stages.models.shape import ModelShape
@@ -36,8 +37,6 @@ ADAPTERS = {
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
 """Training method that a first recipe uses, by kind of rows (`prompts`, `pairs`, …)."""
 MEDIA = "    media: true                    # the files that its rows name, too\n"
-SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
-"""Word for one row in a first recipe's comments, by kind of rows; for other kinds the word is `row`."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
 """Number of prompts in each GRPO step of a first recipe, and number of answers sampled to each prompt."""
@@ -331,7 +330,7 @@ def _recipe(plan: _Plan) -> str:
     if rows.template:
         lines.append(f"chat_template: templates/{rows.template.name}")
     longest = f"has {rows.longest:,} tokens" if rows.is_counted else f"has at most {rows.longest:,} tokens, one a byte"
-    what = SHOWN_ROW.get(rows.kind, "row")
+    what = ROW_KINDS[rows.kind].noun
     lines.append(f"sequence_length: {plan.sequence_length}        # the longest {what} {longest}")
     if not plan.samples:
         lines.append(f"over_long: {_over_long(plan)[0]}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from flows.ledger.home import store_root
 from flows.planning.model_shape import ModelConfigs, measured_shape, published_shape
@@ -24,8 +24,8 @@ from flows.store.store import Store
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError
 from stages.core.redaction import quoted
 from stages.core.shipped import shipped
-from stages.data.any_rows import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
-from stages.data.config import DataConfig, DataFormat, RowKind
+from stages.data.any_rows import REFERENCE_COLUMNS, PromptReader, is_prompt_alone, likeliest_kind
+from stages.data.config import ROW_KINDS, DataConfig, DataFormat, KindOfRows, RowKind
 from stages.data.files import (
     READERS,
     BadRow,
@@ -140,6 +140,10 @@ class Survey:
     references: list[str] = field(default_factory=list)
 
     @property
+    def kind_of_rows(self) -> KindOfRows:
+        return ROW_KINDS[self.kind]
+
+    @property
     def num_bad_rows(self) -> int:
         """Return the number of bad rows, in training and held-out data together."""
         return self.bad_rows.total()
@@ -213,8 +217,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
     files = find_files(folder, split) if data.is_dir() else [data]
     facts = _kind_of(data, folder, files, columns, split)
     held_out = _held_out_files(facts, folder, files) if data.is_dir() else []
-    # Prompts are asked as they are, so nothing of them is set aside.
-    if not held_out and facts.kind != "prompts":
+    if not held_out and facts.kind_of_rows.has_answers:
         facts.held_out_fraction = _fraction(folder, files)
     documents = [*_read(facts, folder, files), *_read(facts, folder, held_out, all_held_out=True)]
     if facts.pictures:  # of a longer answer the likelihood is scored, which no server says of pictures
@@ -222,7 +225,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
         facts.questions = [{**one, IMAGES: one.get(IMAGES, [])} for one in short]
     if not facts.num_rows:
         raise DataError(f"{data} holds no row to learn from: {facts.first_bad or 'it is empty'}")
-    if facts.kind == "labelled" and len(facts.labels) == 1:
+    if facts.kind_of_rows.has_labels and len(facts.labels) == 1:
         raise DataError(
             f"{data}: all rows to learn from have the same `label`; expected good and bad answers, to learn "
             "the difference"
@@ -250,10 +253,10 @@ def _read_with(
     """Choose the chat template, and count the tokens of rows."""
     if not facts.is_plain:
         facts.template, facts.has_template = _template_of(model.folder, documents)
-    if facts.kind == "prompts":
-        facts.longest = _longest_prompt(facts, documents, model.folder)
-    else:
+    if facts.kind_of_rows.has_answers:
         _count_tokens(facts, folder, splits, model)
+    else:
+        facts.longest = _longest_prompt(facts, documents, model.folder)
 
 
 def _check_media(data: Path, model: KnownModel) -> None:
@@ -338,7 +341,7 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
     if other := other_format(objects[0]):
         raise DataError(f"{data}: the rows look like {other}")
     guess = dict(columns) or _renamed(objects[0])
-    votes: Counter[str] = Counter()
+    votes: Counter[tuple[RowKind, DataFormat]] = Counter()
     problem = ""
     for row in objects:
         try:
@@ -347,9 +350,8 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
         except RowError as error:
             problem = problem or f" {error}"
             continue
-        form = "auto" if is_prompt_alone(named) else likeliest_format(named)
-        if form:
-            votes[form] += 1
+        if found := likeliest_kind(named):
+            votes[found] += 1
     if not votes and problem:
         raise DataError(f"{data}: the first row{problem}")
     if not votes:
@@ -358,15 +360,14 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
             f"{', '.join(FORMATS)}. Say what they are, such as `--columns question=prompt,answer=completion` for plain "
             "texts, or `--columns question=query,answer=response` for a chat"
         )
-    form = votes.most_common(1)[0][0]
-    if form == "auto" and not any(_reference(rename_columns(row, guess)) for row in objects):
+    kind, form = votes.most_common(1)[0][0]
+    if not ROW_KINDS[kind].has_answers and not any(_reference(rename_columns(row, guess)) for row in objects):
         raise DataError(
             f"{data} holds prompts without answers ({listed(objects[0])}), from which no method learns alone; expected "
             f"a column of right answers ({', '.join(REFERENCE_COLUMNS)}), or of answers to imitate (`--columns "
             "COLUMN=completion`)"
         )
-    kind: RowKind = "prompts" if form == "auto" else FORMATS[form].rows
-    return Survey(kind, next(name for name in get_args(DataFormat) if name == form), guess, split)
+    return Survey(kind, form, guess, split)
 
 
 def _reference(row: Mapping[str, Any]) -> bool:
@@ -393,7 +394,8 @@ class _Reader:
     """Reader of a dataset's rows as training reads them: documents to learn from, or prompts with right answers."""
 
     def __init__(self, facts: Survey, media: MediaFolder) -> None:
-        self._prompts = PromptReader(None, columns=facts.columns, media=media) if facts.kind == "prompts" else None
+        has_answers = facts.kind_of_rows.has_answers
+        self._prompts = None if has_answers else PromptReader(None, columns=facts.columns, media=media)
         self._answers = RowReader(facts.form, facts.kind, facts.columns, media)
 
     def read(self, content: object, place: RowLocation) -> tuple[tuple[Document, ...], bool | None, str | None]:
@@ -438,7 +440,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
         if reference is not None and len(facts.references) < FIRST_ROWS:
             facts.references.append(reference)
         # Prompts have no held-out rows, but of another split: the first are asked.
-        is_asked = held_out or (facts.kind == "prompts" and not facts.evaluation_split)
+        is_asked = held_out or not (facts.kind_of_rows.has_answers or facts.evaluation_split)
         is_asked = is_asked and label is not False and len(facts.questions) < MAX_QUESTIONS
         if is_asked and (question := _question(facts, documents[0], reference, media)):
             facts.questions.append(question)

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import DataError, DownloadError, TransientError
-from stages.data.config import METHODS_FOR, DataConfig, RowKind
+from stages.data.config import ROW_KINDS, DataConfig, DataFormat, RowKind
 from stages.data.files import Row, RowLocation, find_files, read_rows
 from stages.data.formats import (
     FORMATS,
-    WORDS_FOR,
     RowReader,
     choose_format,
     fitting_formats,
@@ -139,6 +138,14 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
     return isinstance(last, dict) and last.get("role") in ("user", "tool", *RESULTS)
 
 
+def likeliest_kind(row: dict[str, Any]) -> tuple[RowKind, DataFormat] | None:
+    """Return the kind and the format that fit a row best, with `auto` for a prompt alone; None if none fits."""
+    if is_prompt_alone(row):
+        return "prompts", "auto"
+    form = likeliest_format(row)
+    return (FORMATS[form].rows, form) if form else None
+
+
 @dataclass(frozen=True)
 class ReadRow:
     """Row of a dataset in any supported format, with the documents (conversations or plain texts) that it holds.
@@ -244,20 +251,21 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
         raise DataError(problem)
 
 
-def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
+def not_to_be_mixed(formats: Mapping[str, DataFormat], rows: RowKind) -> Iterator[str]:
     """Yield an error for each mixture dataset that the method cannot learn from. formats: by dataset, if known."""
     suitable = next((name for name, form in formats.items() if FORMATS[form].rows == rows), None)
     for name, form in formats.items():
         kind = FORMATS[form].rows
         if suitable and kind != rows:
+            learned, other = ROW_KINDS[rows], ROW_KINDS[kind]
             yield (
-                f"{suitable} and {name} cannot be mixed: {suitable} has {WORDS_FOR[rows]} (`{formats[suitable]}`), "
-                f"from which this method learns, and {name} has {WORDS_FOR[kind]} (`{form}`): {METHODS_FOR[kind]}; "
-                f"leave {name} out, or let a stage of its own learn from it"
+                f"{suitable} and {name} cannot be mixed: {suitable} has {learned.title} (`{formats[suitable]}`), from "
+                f"which this method learns, and {name} has {other.title} (`{form}`): {other.methods}; leave {name} "
+                "out, or let a stage of its own learn from it"
             )
 
 
-def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> str | None:
+def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> DataFormat | None:
     """Return a dataset's format: the one in the recipe, or the one that fits its first row best; None if none fits."""
     if config.format != "auto":
         return config.format

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from stages.core.errors import DataError
-from stages.data.config import METHODS_FOR, DataConfig, RowKind
+from stages.data.config import ROW_KINDS, DataConfig, RowKind
 from stages.data.files import BadRow, Row, read_rows
-from stages.data.formats import FORMATS, WORDS_FOR, RowReader, likeliest_format, rename_columns
+from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
 from stages.data.media.folder import MediaFolder
 from stages.data.messages import RowError
 
@@ -108,8 +108,8 @@ def check_first_rows(
             kinds.add(_kind_of(row, config))
     if read is None and bad.num_rows == num_read and len(kinds) == 1 and (kind := kinds.pop()) not in (None, rows):
         raise DataError(
-            f"none of the first {num_read} rows are {WORDS_FOR[rows]}, from which this method learns. They look like "
-            f"{WORDS_FOR[kind]}: {METHODS_FOR[kind]}."
+            f"none of the first {num_read} rows are {ROW_KINDS[rows].title}, from which this method learns. They look "
+            f"like {ROW_KINDS[kind].title}: {ROW_KINDS[kind].methods}."
         )
     if config.on_bad_rows == "fail" or is_whole:  # else the share of bad rows is not known yet
         bad.check(config.on_bad_rows, config.max_bad_row_fraction, num_read, is_whole=is_whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -109,13 +110,34 @@ class Mixing(StrictModel):
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
 """Kind of data to learn from: texts to imitate, answer pairs, answers labelled good or bad, or prompts to answer."""
 
-METHODS_FOR: dict[RowKind, str] = {
-    "examples": "`method: sft` learns from them, and distill",
-    "pairs": "`method: dpo` learns from them, and simpo, orpo, cpo and reward",
-    "labelled": "`method: kto` learns from them",
-    "prompts": "`method: grpo` learns from them",
+
+@dataclass(frozen=True)
+class KindOfRows:
+    """Facts about rows of one kind. title: of many in messages; noun: of one. methods: sentence with those that learn.
+
+    documents: names of the documents of a row. has_answers: whether rows have some to learn from, or a model gives them
+    in training, so that no rows are set aside. has_labels: whether each row says if its answer is good.
+    """
+
+    title: str
+    methods: str
+    noun: str = "row"
+    documents: tuple[str, ...] = ("",)
+    has_answers: bool = True
+    has_labels: bool = False
+
+
+ROW_KINDS: dict[RowKind, KindOfRows] = {
+    "examples": KindOfRows("examples", "`method: sft` learns from them, and distill"),
+    "pairs": KindOfRows(
+        "preference pairs",
+        "`method: dpo` learns from them, and simpo, orpo, cpo and reward",
+        noun="pair",
+        documents=("chosen", "rejected"),
+    ),
+    "labelled": KindOfRows("labelled answers", "`method: kto` learns from them", has_labels=True),
+    "prompts": KindOfRows("prompts", "`method: grpo` learns from them", noun="prompt", has_answers=False),
 }
-"""Sentence for each kind of row that names the training methods for it, used in error messages."""
 
 SpecialTokensPolicy = Literal["text", "refuse", "allow"]
 """Treatment of text in a row that spells a special token: encode it as text, refuse the row, or allow the token."""

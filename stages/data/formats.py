@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.core.errors import DataError
-from stages.data.config import METHODS_FOR, DataFormat, RowKind
+from stages.data.config import ROW_KINDS, DataFormat, RowKind
 from stages.data.files import RowLocation
 from stages.data.media.rows import MediaSource, with_media
 from stages.data.messages import (
@@ -44,12 +44,6 @@ from stages.data.row_fields import (
     with_tool_calls,
 )
 
-WORDS_FOR: dict[RowKind, str] = {
-    "examples": "examples",
-    "pairs": "preference pairs",
-    "labelled": "labelled answers",
-    "prompts": "prompts",
-}
 OTHER_FORMATS = {
     frozenset({"prompt", "completions", "labels"}): "stepwise supervision (TRL), which no method here learns from",
     frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
@@ -99,7 +93,7 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns
     )
 
 
-def fitting_formats(row: Columns) -> list[str]:
+def fitting_formats(row: Columns) -> list[DataFormat]:
     """Return all formats whose columns a row has, in `auto`'s order; null columns count if nothing else fits."""
     for has in (lambda column: row.get(column) is not None, row.__contains__):
         names = [
@@ -112,9 +106,11 @@ def fitting_formats(row: Columns) -> list[str]:
     return []
 
 
-def likeliest_format(row: Columns) -> str | None:
+def likeliest_format(row: Columns) -> DataFormat | None:
     """Return the fitting format with the most columns, or None; a `label` neither true nor false is no answer's."""
-    names = [name for name in fitting_formats(row) if FORMATS[name].rows != "labelled" or is_label(row["label"])]
+    names = [
+        name for name in fitting_formats(row) if not ROW_KINDS[FORMATS[name].rows].has_labels or is_label(row["label"])
+    ]
     return max(names, key=lambda name: len(FORMATS[name].columns), default=None)
 
 
@@ -144,8 +140,8 @@ def _hint(first_row: Columns) -> str:
     likeliest = likeliest_format(first_row)
     if likeliest is None:
         return " Columns of other names need `columns`, such as `columns: {question: query, answer: response}`."
-    found = FORMATS[likeliest].rows
-    return f" These are {WORDS_FOR[found]}: {METHODS_FOR[found]}."
+    found = ROW_KINDS[FORMATS[likeliest].rows]
+    return f" These are {found.title}: {found.methods}."
 
 
 class RowReader:
@@ -198,7 +194,9 @@ class RowReader:
 
     def label(self, content: Any) -> bool | None:
         """Return whether the answer of a labelled row is good; None for other kinds of rows. Raises RowError."""
-        return parse_label(rename_columns(content, self._columns)["label"]) if self._rows == "labelled" else None
+        return (
+            parse_label(rename_columns(content, self._columns)["label"]) if ROW_KINDS[self._rows].has_labels else None
+        )
 
     def margin(self, content: Any) -> float | None:
         """Return how much better a pair's chosen answer is, or None; raise RowError if only some rows have a margin."""
@@ -376,11 +374,11 @@ def _read_text(row: Columns) -> tuple[Document, ...]:
     return (PlainText("", parse_text(row["text"], "text")),)
 
 
-def _describe(formats: dict[str, Format]) -> str:
+def _describe(formats: Mapping[DataFormat, Format]) -> str:
     return "; ".join(f"{name} ({listed(form.columns)})" for name, form in formats.items())
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[DataFormat, Format] = {
     "messages": Format(
         ("messages",),
         _read_messages,

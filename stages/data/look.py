@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, TransientError
 from stages.data.any_rows import check_formats
-from stages.data.config import DataConfig, RowKind
+from stages.data.config import ROW_KINDS, DataConfig, RowKind
 from stages.data.dataset import PackedDataset
 from stages.data.files import find_files, portions
 from stages.data.media.images import thumbnail
@@ -134,8 +134,6 @@ MAX_SHOWN_TOKENS = 4096
 NUM_BARS = 16
 MIN_REPEATED = 4
 NUM_REASONS = 20
-NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
-"""Names of the documents in one training example, by kind of data: a preference pair has `chosen` and `rejected`."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,9 @@ def look_at(
         warnings += [*check_together(training, held_out), *of_training.problems]
         shown = [_with_visits(portion, of_training) for portion in shown]
     return DataLook(
-        what={"examples": "examples", "pairs": "preference pairs", "labelled": "labelled answers"}[rows],
+        what=ROW_KINDS[rows].title,
         portions=tuple(shown),
-        rows=tuple(_row(whole, row, tokenizer, NAMES[rows]) for row in of_training.rows),
+        rows=tuple(_row(whole, row, tokenizer, ROW_KINDS[rows].documents) for row in of_training.rows),
         warnings=tuple(warnings),
     )
 

@@ -25,7 +25,7 @@ from stages.core.errors import DataError, full_disk_named
 from stages.core.files import write_atomically
 from stages.data.any_rows import check_formats
 from stages.data.bad_rows import BadRows, write_list
-from stages.data.config import DataConfig, RowKind
+from stages.data.config import ROW_KINDS, DataConfig, RowKind
 from stages.data.dataset import (
     ABOUT,
     ARRAYS,
@@ -234,10 +234,12 @@ class Preprocessing:
         with (
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
             closing(
-                DatasetWriter(target, is_labelled=self.rows == "labelled", may_have_media=self.media is not None)
+                DatasetWriter(
+                    target, is_labelled=ROW_KINDS[self.rows].has_labels, may_have_media=self.media is not None
+                )
             ) as writer,
         ):
-            seen = SeenRows(target, is_labelled=self.rows == "labelled")
+            seen = SeenRows(target, is_labelled=ROW_KINDS[self.rows].has_labels)
             run = _Run(self, BadRows(stream), writer, seen)
             run.write()
         if run.last_in_time:
@@ -306,7 +308,7 @@ class _Run:
                 num_bad_rows=self._bad_rows.num_rows,
                 num_over_long=self._over_long.num_over_long,
                 conversations=self._notes.teaches_to_stop is not None,
-                num_good=self._writer.num_good if self._task.rows == "labelled" else None,
+                num_good=self._writer.num_good if ROW_KINDS[self._task.rows].has_labels else None,
                 has_margins=self._writer.has_margins,
                 bytes_per_token=self._num_text_bytes / self._num_text_tokens if self._config.packing == "cut" else None,
                 warnings=warnings,
@@ -384,7 +386,11 @@ class _Run:
     def _check_labels(self) -> None:
         """Raise DataError if all labelled answers (KTO) are good or all are bad, so that nothing can be compared."""
         num_good, num_rows = self._writer.num_good, self._writer.num_documents
-        if self._task.rows == "labelled" and self._task.portion.name == "training" and num_good in (0, num_rows):
+        if (
+            ROW_KINDS[self._task.rows].has_labels
+            and self._task.portion.name == "training"
+            and num_good in (0, num_rows)
+        ):
             raise DataError(
                 f"all {num_rows} training rows have `label: {str(num_good > 0).lower()}`; expected good and bad "
                 "answers, to learn the difference; add the others, or learn from good ones alone (`method: sft`)"

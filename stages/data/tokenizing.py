@@ -24,7 +24,7 @@ from stages.core.errors import DataError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
-from stages.data.config import DataConfig, RowKind
+from stages.data.config import ROW_KINDS, DataConfig, RowKind
 from stages.data.files import BadRow, FilePart, Portion, Row, RowLocation
 from stages.data.formats import RowReader
 from stages.data.media.folder import MediaFolder
@@ -274,7 +274,7 @@ class PartTokenizer:
             tool_prompt=piece.tool_prompt,
             picture_prompts=tuple(piece.picture_prompts),
         )
-        is_labelled = self._task.rows == "labelled"
+        is_labelled = ROW_KINDS[self._task.rows].has_labels
         units = Units.of(
             piece.units,
             is_labelled=is_labelled,

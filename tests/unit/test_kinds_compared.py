@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from stages.core.contract import StageConfig
+from stages.data.config import ROW_KINDS
 from stages.harnesses.registry import HARNESSES
 from stages.hubs.registry import HUBS
 from stages.kinds.publish.card import RELATIONS
@@ -42,7 +43,7 @@ IMPORTS = 25
 """Number of imports in `flows/` from modules of single stage kinds; it may only fall."""
 
 
-REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS}
+REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS, *ROW_KINDS}
 
 
 def subclasses(base):
@@ -118,7 +119,7 @@ def test_flows_import_few_modules_of_kinds():
 
 
 def test_flows_compare_names_of_registries_in_one_place():
-    """Code in `flows/` compares names of methods, hubs and engines in one place only: these say what they need."""
+    """Code in `flows/` compares names of registries (methods, hubs, …) in one place: these say what they need."""
     compared = [
         (name, item.value)
         for name, tree in trees("flows", *quoted(REGISTERED))

@@ -10,7 +10,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageConfig, base_of
 from stages.core.redaction import quoted
 from stages.data.any_rows import not_to_be_mixed
-from stages.data.config import METHODS_FOR, DataConfig
+from stages.data.config import ROW_KINDS, DataConfig
 from stages.data.formats import COLUMN_NAMES, FORMATS
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
@@ -139,7 +139,7 @@ def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
     if method.rows != "prompts" and data.format not in ("auto", *suitable):
         yield (
             f"`data.{place}format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
-            f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[data.format].rows]}"
+            f"{' or '.join(suitable)}, or another method: {ROW_KINDS[FORMATS[data.format].rows].methods}"
         )
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from stages.data.config import METHODS_FOR
+from stages.data.config import ROW_KINDS
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
 from stages.planner.workload import ExtraPasses
@@ -120,7 +120,7 @@ def test_an_unknown_method_is_an_error_that_lists_those_there_are():
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_messages_say_whom_rows_are_for(method):
-    assert re.search(rf"\b{method.name}\b", METHODS_FOR[method.rows])
+    assert re.search(rf"\b{method.name}\b", ROW_KINDS[method.rows].methods)
 
 
 @pytest.mark.parametrize(
