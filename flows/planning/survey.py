@@ -234,8 +234,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
         _check_media(data, model)
     # The tokens of pictures are counted by a processor, of which no copy is fetched.
     if model.folder and (reads_media(model.folder) or not facts.media_kinds):
-        if "video" in facts.media_kinds:
-            facts.bounds = usual_sampling(model.folder)
+        facts.bounds = usual_sampling(model.folder, facts.media_kinds)
         with tempfile.TemporaryDirectory() as room:
             bounded = with_picture_bounds(ModelFacts(model.folder), facts.bounds, Path(room), trust_remote_code=False)
             _read_with(bounded, facts, documents, folder, [files, held_out])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,14 +139,13 @@ Medium: TypeAlias = "Image | Video | Sound"
 
 
 class Sampling(Protocol):
-    """Frames of videos, and rate of sounds, that a model takes; implemented by `MediaProcessor`."""
+    """Parts of media that a model takes; implemented by `MediaProcessor`."""
 
-    @property
-    def sample_rate(self) -> int:
-        """Rate of the sounds that the model takes, in samples a second; raises ModelError if it takes none."""
+    def taken(self, size: MediaSize) -> Any:
+        """Return the numbers of a video's frames that the model takes, or the rate of a sound, in samples a second.
 
-    def frames(self, size: VideoSize) -> Sequence[int]:
-        """Return the numbers of a video's frames that the model takes; raise MediaError if there are too few."""
+        Raises MediaError if there are too few frames, ModelError if the model takes no such media.
+        """
 
 
 SIZES: dict[MediaKind, Callable[[int, int, int, float], MediaSize]] = {

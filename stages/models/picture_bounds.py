@@ -7,7 +7,7 @@ see one model: a server scales pictures as training did.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -19,8 +19,10 @@ from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.core.files import read_json_object, write_atomically
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
-from stages.models.media import MAX_PIXELS
-from stages.models.processor import MediaProcessor, scales_to_pixels
+from stages.models.media import MAX_PIXELS, MediaKind
+from stages.models.processed.images import scales_to_pixels
+from stages.models.processed.registry import PROCESSED
+from stages.models.processor import MediaProcessor
 from stages.models.processor_files import reads_media
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
@@ -74,11 +76,14 @@ class PictureBounds(StrictModel):
         return {name: int(value) for name, value in self.named.items() if name not in self.sampling}
 
 
-def usual_sampling(folder: Path) -> PictureBounds:
-    """Return a usual rate of a video's frames for a model whose processor says none; else no bounds."""
-    processor = MediaProcessor(folder)
-    reads_videos = "video" in processor.placeholders.values()
-    return PictureBounds(fps=2, max_frames=32) if reads_videos and not processor.says_frames else PictureBounds()
+def usual_sampling(folder: Path, kinds: Iterable[MediaKind]) -> PictureBounds:
+    """Return a usual rate of the frames of videos, if there are any, for a model whose processor says none."""
+    usual: dict[str, Any] = {}
+    for kind in (kind for kind in kinds if PROCESSED[kind].usual_bounds):
+        processor = MediaProcessor(folder)
+        if kind in processor.placeholders.values() and processor.kinds[kind].lacks_rate:
+            usual |= PROCESSED[kind].usual_bounds
+    return PictureBounds(**usual)
 
 
 def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *, trust_remote_code: bool) -> ModelFacts:

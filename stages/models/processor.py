@@ -29,16 +29,13 @@ from stages.models.media import (
     MediaSize,
     Medium,
     ModelPart,
-    Sound,
-    SoundSize,
-    Video,
-    VideoSize,
     in_words,
     kind_of,
 )
 from stages.models.pixels import AS_BYTES, PIXELS, statistics_of
-from stages.models.processor_files import PARTS, reads_media
-from stages.models.tower import SPECTROGRAM, num_frames, num_patches, patch_side
+from stages.models.processed.kind import KEPT_SIZES, ProcessedKind
+from stages.models.processed.registry import PROCESSED
+from stages.models.processor_files import reads_media
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,22 +44,6 @@ OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
 """Outputs of a processor that are the text's, not the pictures'."""
 ABSENT = -1
 """Padding of `image_position_ids`, which is how Gemma 4 marks patches that are not there."""
-KEPT_SIZES = 4096
-"""Number of combinations of sizes whose replacements are remembered."""
-DRAWN = ((64, 40), (48, 90))
-"""Sizes of the drawn pictures, (width, height) in pixels, that a processor is tried with."""
-DRAWN_SIZES: dict[MediaKind, tuple[MediaSize, MediaSize]] = {
-    "image": DRAWN,
-    "video": (VideoSize(64, 40, 9, 3.0), VideoSize(48, 90, 12, 2.0)),
-    "audio": (SoundSize(16000, 16000), SoundSize(6000, 8000)),
-}
-"""Sizes of the drawn media of each kind."""
-ENDS_A_SECOND = 40
-"""Part of a second, as 1 / 40, at the end of a sound by which it is found whether a processor takes all of it."""
-SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
-"""Fields of a processor of videos that say which frames a model takes, and of what size."""
-GRID = "video_grid_thw"
-"""Name of the feature that holds a video's frames, of which Qwen and GLM join two, and their height and width."""
 
 
 def needed_processor(folder: Path) -> MediaProcessor:
@@ -93,15 +74,15 @@ class MediaProcessor:
         self.folder = folder
         self._processor = loading.load_processor(folder, trust_remote_code=trust_remote_code)
         self._trust_remote_code = trust_remote_code
+        self.kinds = {kind: one(folder, self._processor) for kind, one in PROCESSED.items()}
         self._replaced = lru_cache(KEPT_SIZES)(self._ask)
         self.patches = lru_cache(KEPT_SIZES)(self._count_patches)
-        self._frames = lru_cache(KEPT_SIZES)(self._sampled)
         self._without_pixels: dict[MediaKind, bool] = {}
-        self._taken_whole = 0
         if not self.placeholders:
             raise ModelError(f"the processor in {folder} takes no media; remove its files, or take another")
-        if "image" in self.placeholders.values():
-            self._try("image")
+        for kind in self.placeholders.values():
+            if self.kinds[kind].tried_at_once:
+                self._try(kind)
 
     def __deepcopy__(self, _: Any) -> MediaProcessor:
         """Return itself: copies of a model share it, and nothing changes it."""
@@ -125,32 +106,21 @@ class MediaProcessor:
     @cached_property
     def placeholders(self) -> dict[str, MediaKind]:
         """Texts that a chat template writes where media are, and that the processor replaces, with the kind of each."""
-        kinds = [kind for kind, part in PARTS.items() if getattr(self._processor, part, None) is not None]
-        if "audio" in kinds and getattr(self.config, "audio_config", "") is None:  # Gemma 4's larger ones do not hear
-            kinds.remove("audio")
-        found = {getattr(self._processor, f"{kind}_token", None): kind for kind in kinds}
+        kinds = [kind for kind, one in self.kinds.items() if one.part is not None]
+        # Gemma 4's larger ones do not hear.
+        taken = [kind for kind in kinds if getattr(self.config, f"{kind}_config", "") is not None]
+        found = {getattr(self._processor, f"{kind}_token", None): kind for kind in taken}
         return {text: kind for text, kind in found.items() if text}
 
-    def frames(self, size: VideoSize) -> Sequence[int]:
-        """Return the numbers of a video's frames that the model takes, by the rate in the processor's files.
+    def _of(self, size: MediaSize) -> ProcessedKind[Any]:
+        return self.kinds[kind_of(size)]
 
-        Raises MediaError for too short videos, and ModelError for a processor without a rate.
+    def taken(self, size: MediaSize) -> Any:
+        """Return what the model takes of a medium, as a decoder has to know it: numbers of frames, or a rate.
+
+        Raises MediaError for too short media, and ModelError for a processor without a rate.
         """
-        return self._frames(size)
-
-    @property
-    def sample_rate(self) -> int:
-        """Rate of the sounds that the model takes, in samples a second; raises ModelError if it takes none."""
-        part = getattr(self._processor, PARTS["audio"], None)
-        if part is None:
-            raise ModelError(f"the processor in {self.folder} takes no sounds; take a model that hears")
-        return int(part.sampling_rate)
-
-    @property
-    def says_frames(self) -> bool:
-        """Return whether the processor's files say which frames of a video the model takes."""
-        part = self._processor.video_processor
-        return part.fps is not None or part.num_frames is not None
+        return self._of(size).taken(size)
 
     def num_patches(self, size: MediaSize) -> int:
         """Return the number of patches that a tower makes of a medium of this size."""
@@ -163,16 +133,13 @@ class MediaProcessor:
 
         features: of all documents of these media, if there are any: spectrograms are not made again to be counted.
         """
-        heard = [one[SPECTROGRAM] for one in features if SPECTROGRAM in one]
+        counted = {kind: one.counted(features) for kind, one in self.kinds.items()}
         patches: dict[ModelPart, list[int]] = {part: [] for part in TOWERS}
-        for size in (one for one in sizes if not (heard and isinstance(one, SoundSize))):
+        for size in (one for one in sizes if not counted[kind_of(one)]):
             patches[TOWER_OF[kind_of(size)]] += self.patches(size)
-        for sounds in heard:
-            patches[TOWER_OF["audio"]] += [self._num_frames(sounds[:1])] * len(sounds)
+        for kind, numbers in counted.items():
+            patches[TOWER_OF[kind]] += numbers
         return patches
-
-    def _num_frames(self, spectrograms: Tensor) -> int:
-        return num_frames(spectrograms.shape, self._processor.feature_extractor.feature_size)
 
     def num_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
@@ -192,7 +159,7 @@ class MediaProcessor:
         """Return what takes the place of each placeholder in a rendered chat, in order.
 
         sizes: of its media. Raises DataError if there are more, fewer or other placeholders than media, and MediaError
-        as `frames` does.
+        as `taken` does.
         """
         places, kinds = self.places(text), [*map(kind_of, sizes)]
         if [kind for _, _, kind in places] != kinds:
@@ -229,7 +196,7 @@ class MediaProcessor:
         """
         if not media:
             return {}
-        contents = [(one.size, _content(one)) for one in media]
+        contents = [*map(self._sized_content, media)]
         stay_bytes = as_bytes and all(PIXELS.get(kind_of(size)) in self.pixel_statistics for size, _ in contents)
         return self._features(contents, **({"text": None, **AS_BYTES} if stay_bytes else {}))
 
@@ -240,10 +207,10 @@ class MediaProcessor:
         for kind, name in PIXELS.items():
             # Whatever processors make of these options: pixels are then as they make them.
             with suppress(Exception):
-                drawn = [(size, _content(self.drawn(size))) for size in DRAWN_SIZES[kind]]
+                drawn = [self._sized_content(self.drawn(size)) for size in self.kinds[kind].drawn_sizes]
                 # Without a text, too, whose tokens take a tenth of the time of its pictures.
                 raw, whole = self._features(drawn, text=None, **AS_BYTES), self._features(drawn)
-                statistics[name] = statistics_of(name, raw, whole, getattr(self._processor, PARTS[kind]))
+                statistics[name] = statistics_of(name, raw, whole, self.kinds[kind].part)
         return {name: one for name, one in statistics.items() if one is not None}
 
     def _features(self, media: Sequence[tuple[MediaSize, Any]], **options: Any) -> dict[str, Tensor]:
@@ -311,13 +278,9 @@ class MediaProcessor:
                 f"the rows have {in_words(kinds)}, and the model in {folder} cannot read them: it has no processor; "
                 "take one that does"
             )
-        images, of_other = (getattr(one._processor, PARTS["image"], None) for one in (self, other))
-        if images and of_other and scales_to_pixels(images) and scales_to_pixels(of_other):
-            of_other.size = images.size
-        if "video" in kinds:
-            for name in SAMPLING:
-                setattr(other._processor.video_processor, name, getattr(self._processor.video_processor, name, None))
-        for size in (size for kind in kinds for size in DRAWN_SIZES[kind]):
+        for kind in kinds:
+            other.kinds[kind].follow(self.kinds[kind])
+        for size in (size for kind in kinds for size in self.kinds[kind].drawn_sizes):
             if (other.token_ids(size), other._drawn(size)) != (self.token_ids(size), self._drawn(size)):
                 raise ModelError(
                     f"the model in {folder} takes a {NOUNS[kind_of(size)]} of the size {size} in another way than the "
@@ -332,18 +295,11 @@ class MediaProcessor:
     def drawn(self, size: MediaSize, seed: int = 0) -> Medium:
         """Return a medium of this size that holds noise."""
         import numpy as np
-        from PIL.Image import fromarray
 
-        def noise(*shape: int) -> Any:
-            return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+        return self._of(size).drawn(size, lambda *shape: np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
 
-        if isinstance(size, VideoSize):
-            numbers = self.frames(size)
-            return Video(size, noise(len(numbers), size.height, size.width, 3), numbers, b"")
-        if isinstance(size, SoundSize):
-            rate = self.sample_rate
-            return Sound(size, noise(size.num_samples_at(rate)).astype(np.float32) / 128 - 1, rate)
-        return fromarray(noise(size[1], size[0], 3))
+    def _sized_content(self, medium: Medium) -> tuple[MediaSize, Any]:
+        return medium.size, self._of(medium.size).content(medium)
 
     @cached_property
     def _marked(self) -> dict[MediaKind, frozenset[int]]:
@@ -357,11 +313,6 @@ class MediaProcessor:
     def _placeholder(self) -> dict[MediaKind, str]:
         return {kind: text for text, kind in self.placeholders.items()}
 
-    @property
-    def placeholder(self) -> str:
-        """Text that a chat template writes where a picture is, and that the processor replaces."""
-        return self._placeholder["image"]
-
     @cached_property
     def _arguments(self) -> frozenset[str]:
         """Names of the arguments that the model takes, some of which its forward pass only passes on."""
@@ -372,11 +323,13 @@ class MediaProcessor:
     @cached_property
     def _with_sample(self) -> frozenset[str]:
         """Names of the features with a dimension of samples before that of pictures (Idefics 3)."""
-        if "image" not in self.placeholders.values():
-            return frozenset()
-        found = self._blank_call(DRAWN, without_pixels=False)
+        tried = [self.kinds[kind] for kind in self.placeholders.values() if self.kinds[kind].has_samples]
+        calls = [self._blank_call(one.drawn_sizes, without_pixels=False) for one in tried]
         return frozenset(
-            name for name in self._arguments & found.keys() if found[name].ndim > 1 and len(found[name]) == 1
+            name
+            for found in calls
+            for name in self._arguments & found.keys()
+            if found[name].ndim > 1 and len(found[name]) == 1
         )
 
     @cached_property
@@ -392,14 +345,10 @@ class MediaProcessor:
     def _call(self, media: Sequence[tuple[MediaSize, Any]], **options: Any) -> Mapping[str, Any]:
         """Return the processor's outputs for a text of placeholders alone. media: size and content of each."""
         text = " ".join(self._placeholder[kind_of(size)] for size, _ in media)
-        pictures = [one for size, one in media if isinstance(size, tuple)]
-        videos = [(size, one) for size, one in media if isinstance(size, VideoSize)]
-        given: dict[str, Any] = {"images": [pictures]} if pictures else {}
-        if videos:
-            given |= {"videos": [one for _, one in videos], "do_sample_frames": False}
-            given["video_metadata"] = [size.metadata | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
-        if sounds := [one for size, one in media if isinstance(size, SoundSize)]:
-            given |= {"audio": sounds, "audio_kwargs": {"sampling_rate": self.sample_rate}}
+        given: dict[str, Any] = {}
+        for kind, taken in self.kinds.items():
+            if of_kind := [(size, one) for size, one in media if kind_of(size) == kind]:
+                given |= taken.arguments(of_kind)
         given = {"text": [text], "return_tensors": "pt", "add_special_tokens": False, **given, **options}
         found: Mapping[str, Any] = self._processor(**given)
         return found
@@ -407,96 +356,29 @@ class MediaProcessor:
     def _ask(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
         """Return what the processor puts in place of each placeholder of a document with media of these sizes."""
         for size in sizes:
-            if isinstance(size, SoundSize):
-                self._check_taken_whole(size)
-        return self._written(sizes)
+            self._of(size).check_whole(size, self)
+        return self.written(sizes)
 
-    def _check_taken_whole(self, size: SoundSize) -> None:
-        """Raise MediaError for a sound of which the processor would leave out the end.
-
-        Where a second more has more tokens, nothing is cut; else features tell whether the last samples matter.
-        """
-        from dataclasses import replace
-
-        if size.num_samples_at(self.sample_rate) <= self._taken_whole:
-            return
-        longer = replace(size, num_samples=size.num_samples + size.sample_rate)
-        texts = [self._written((one,))[0] for one in (size, longer)]
-        if len(texts[0]) == len(texts[1]):
-            drawn = self.drawn(size)
-            assert isinstance(drawn, Sound)
-            ending = drawn.samples.copy()
-            ending[-self.sample_rate // ENDS_A_SECOND :] *= -0.5
-            usual, other = (self.features([one]) for one in (drawn, replace(drawn, samples=ending)))
-            if all(value.equal(other[name]) for name, value in usual.items()):
-                raise MediaError(
-                    f"has {size.seconds:,.1f} seconds, of which the model's processor takes the first alone; cut it"
-                )
-        self._taken_whole = size.num_samples_at(self.sample_rate)
-
-    def _written(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
+    def written(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
+        """Return what the processor puts in place of each placeholder, also for media that it cuts."""
         found = self._blank_call(sizes, return_text_replacement_offsets=True)
         return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
 
     def _count_patches(self, size: MediaSize) -> tuple[int, ...]:
-        """Return the number of patches of a picture or sound, or of each of a video's frames as the tower takes them.
-
-        Patches of two frames do not attend to each other. Those of a sound are frames of its spectrogram.
-        """
-        outputs = self._blank_call((size,))
-        if SPECTROGRAM in outputs:
-            return (self._num_frames(outputs[SPECTROGRAM]),)
-        values = next(outputs[name] for name in PIXELS.values() if name in outputs)
-        number = num_patches(values.shape, patch_side(self.config))
-        if not isinstance(size, VideoSize):
-            return (number,)
-        frames = int(outputs[GRID][0, 0]) if GRID in outputs else len(self.frames(size))
-        return (number // frames,) * frames
-
-    def _sampled(self, size: VideoSize) -> tuple[int, ...]:
-        part = self._processor.video_processor
-        if not self.says_frames:
-            raise ModelError(
-                f"the processor in {self.folder} does not say how many frames of a video its model takes; set, for "
-                "example, `media: {fps: 2, max_frames: 32}` in the training stage"
-            )
-        from transformers.video_utils import VideoMetadata
-
-        options = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
-        try:
-            found = part.sample_frames(metadata=VideoMetadata(**size.metadata), **options)
-        except (ValueError, ZeroDivisionError) as error:
-            raise MediaError(f"has too few frames ({size.num_frames}) for the model's processor: {error}") from error
-        numbers = tuple(int(number) for number in found)
-        if not numbers:
-            raise MediaError(f"has too few frames ({size.num_frames}) for the model's processor, which takes none")
-        return numbers
+        """Return the number of patches of a medium in each part that a tower takes by itself."""
+        return self._of(size).patches(size, self._blank_call((size,)), self.config)
 
     def _blank_call(
         self, sizes: Sequence[MediaSize], *, without_pixels: bool | None = None, **options: Any
     ) -> Mapping[str, Any]:
         """Return what the processor makes of media of these sizes, without pixels where it can, or as it is said."""
-        import torch
-
         if without_pixels is None:
             kinds = {*map(kind_of, sizes)}
             for kind in kinds:
                 self._try(kind)
             without_pixels = all(self._without_pixels[kind] for kind in kinds)
-        device = "meta" if without_pixels else "cpu"
-
-        def content(size: MediaSize) -> Any:
-            if isinstance(size, VideoSize):
-                shape = (len(self.frames(size)), 3, size.height, size.width)
-                return torch.zeros(shape, dtype=torch.uint8, device=device)
-            if isinstance(size, SoundSize):
-                return torch.zeros(size.num_samples_at(self.sample_rate)).numpy()
-            return (
-                torch.zeros(3, size[1], size[0], dtype=torch.uint8, device=device) if without_pixels else _blank(size)
-            )
-
-        given = [(size, content(size)) for size in sizes]
-        return self._call(given, **options, **({"device": device} if without_pixels else {}))
+        given = [(size, self._of(size).blank(size, "meta" if without_pixels else "cpu")) for size in sizes]
+        return self._call(given, **options, **({"device": "meta"} if without_pixels else {}))
 
     def _try(self, kind: MediaKind) -> None:
         """Check, once, that what the processor says of its replacements gives its tokens; raises ModelError."""
@@ -513,7 +395,8 @@ class MediaProcessor:
             ) from error
 
     def _try_replacements(self, kind: MediaKind) -> None:
-        noun, sizes = NOUNS[kind], DRAWN_SIZES[kind]
+        noun, taken = NOUNS[kind], self.kinds[kind]
+        sizes = taken.drawn_sizes
         options = {"return_text_replacement_offsets": True, "return_mm_token_type_ids": True}
         outputs = self._blank_call(sizes, without_pixels=False, **options)
         ids = outputs["input_ids"][0].tolist()
@@ -530,17 +413,17 @@ class MediaProcessor:
                 f"the processor in {self.folder} makes other tokens of a text with {noun}s than its tokenizer makes "
                 f"of the text that it says it wrote, so it cannot be trained on rows with {noun}s; take another model"
             )
-        if kind != "image" and PIXELS["image"] in outputs:
+        if other := next((NOUNS[one] for one, name in PIXELS.items() if one != kind and name in outputs), None):
             raise ModelError(
-                f"the processor in {self.folder} gives {noun}s and pictures one name, so that a document with both "
+                f"the processor in {self.folder} gives {noun}s and {other}s one name, so that a document with both "
                 f"could not be trained on; take another model for rows with {noun}s"
             )
-        if kind != "image" and not self.token_types(outputs["input_ids"]).equal(outputs["mm_token_type_ids"]):
+        if taken.known_by_ids and not self.token_types(outputs["input_ids"]).equal(outputs["mm_token_type_ids"]):
             raise ModelError(
                 f"the processor in {self.folder} marks the tokens of {noun}s otherwise than by their ids, which is not "
                 f"trained yet; take another model for rows with {noun}s"
             )
-        if kind == "audio":  # of which extractors count what NumPy holds
+        if not taken.sizes_suffice:
             self._without_pixels[kind] = False
             return
         try:
@@ -558,25 +441,6 @@ class MediaProcessor:
     def _without_sample(self, name: str, value: Tensor) -> Tensor:
         value = value[0] if name in self._with_sample else value
         return value.float() if value.is_floating_point() else value  # Llama 4's processor gives bf16
-
-
-def scales_to_pixels(image_processor: Any) -> bool:
-    """Return whether an image processor of Transformers scales pictures to a number of pixels between two bounds."""
-    known = {*getattr(image_processor.valid_kwargs, "__annotations__", {})}
-    return {"min_pixels", "max_pixels"} <= known
-
-
-def _blank(size: tuple[int, int]) -> Any:
-    from PIL import Image
-
-    return Image.new("RGB", size)
-
-
-def _content(medium: Medium) -> Any:
-    """Return what a processor takes of a medium: pixels or samples."""
-    if isinstance(medium, Video):
-        return medium.frames
-    return medium.samples if isinstance(medium, Sound) else medium
 
 
 def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:

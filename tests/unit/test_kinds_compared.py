@@ -16,6 +16,7 @@ from stages.kinds.publish.targets.registry import TARGETS
 from stages.kinds.quantize.registry import METHODS as QUANTIZERS
 from stages.kinds.registry import KINDS, kind_of, makes
 from stages.kinds.train.methods.registry import METHODS
+from stages.models.processed.registry import PROCESSED
 from stages.serving.config import EngineName
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ IMPORTS = 25
 """Number of imports in `flows/` from modules of single stage kinds; it may only fall."""
 
 
-REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS, *ROW_KINDS}
+REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS, *ROW_KINDS, *PROCESSED}
 
 
 def subclasses(base):

@@ -96,7 +96,7 @@ def test_what_a_processor_writes_for_pictures_is_never_learned(family: str, tmp_
         whole = Rendered(text, ((0, len(text)),))  # of which every token would be learned
         (found,) = tokenizer.encode([expanded(whole, Conversation([], media=media), documents.processor)])
         assert found.ids.tolist() == ids.tolist()
-        around = documents.processor._tokens(text.replace(documents.processor.placeholder, " "))
+        around = documents.processor._tokens(text.replace(documents.processor._placeholder["image"], " "))
         assert found.ids[found.loss].tolist() == around[1:]  # nothing predicts the first
         assert bool(media) != found.loss[1:].all()
 

@@ -66,12 +66,12 @@ def _inspect_picture(data: bytes, by_header: bool) -> MediaSize:
 
 def _decode_video(data: bytes, size: MediaSize, sampling: Sampling | None) -> Video:
     assert sampling and isinstance(size, VideoSize), "opened without the processor that takes frames"
-    return videos.decode_video(data, size, sampling.frames(size))
+    return videos.decode_video(data, size, sampling.taken(size))
 
 
 def _decode_sound(data: bytes, size: MediaSize, sampling: Sampling | None) -> Sound:
     assert sampling and isinstance(size, SoundSize), "opened without the processor that has a rate"
-    return sounds.decode_sound(data, size, sampling.sample_rate)
+    return sounds.decode_sound(data, size, sampling.taken(size))
 
 
 def _as_named(head: str) -> Callable[[bytes], str]:

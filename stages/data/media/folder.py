@@ -24,7 +24,7 @@ from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, re
 from stages.data.media.images import PictureError, as_data_address
 from stages.data.media_reference import MAX_PATH_BYTES, MediaReference
 from stages.data.messages import RowError, kind_of
-from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling
+from stages.models.media import NOUNS, SHOWN_TO_ANY, MediaError, MediaKind, MediaSize, Medium, Sampling, in_words
 from stages.remote.pointers import SUFFIX, open_file
 
 if TYPE_CHECKING:
@@ -104,11 +104,9 @@ class MediaFolder:
 
     def load_image(self, reference: MediaReference) -> Image:
         """Return the decoded picture, RGB. Raises DataError as `encoded` does, and for media of another kind."""
-        if reference.kind != "image":
-            noun = NOUNS[reference.kind]
-            raise DataError(
-                f"{reference.path} of {self.root} is a {noun}, where pictures alone are read; remove its row"
-            )
+        if reference.kind not in SHOWN_TO_ANY:
+            noun, read = NOUNS[reference.kind], in_words(SHOWN_TO_ANY)
+            raise DataError(f"{reference.path} of {self.root} is a {noun}, where {read} alone are read; remove its row")
         return cast("Image", self.load(reference))
 
     def encoded(self, reference: MediaReference) -> bytes:

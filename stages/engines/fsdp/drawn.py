@@ -19,16 +19,11 @@ from stages.data.batch import Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_features
 from stages.models import loading
-from stages.models.media import MediaKind, MediaSize, SoundSize, VideoSize, in_words
+from stages.models.media import MediaKind, MediaSize, in_words
 from stages.models.parts import TOWERS, parts_of, towers_of
-from stages.models.processor import DRAWN_SIZES, MediaProcessor
+from stages.models.processed.registry import PROCESSED
+from stages.models.processor import MediaProcessor
 
-SMALLEST: dict[MediaKind, MediaSize] = {
-    "image": (32, 32),
-    "video": VideoSize(32, 32, 4, 2.0),
-    "audio": SoundSize(1600, 16000),
-}
-"""Size of the medium that a process's tower is given where its documents have none of the kind."""
 TEXT = 5
 """Number of tokens of text before a document's media, and behind them."""
 SMALL_VOCABULARY = 64
@@ -64,7 +59,7 @@ class DrawnDocuments:
     @property
     def _sizes(self) -> list[list[MediaSize]]:
         """Sizes of each of the two documents' media."""
-        return [[DRAWN_SIZES[kind][number] for kind in self.kinds] for number in range(2)]
+        return [[PROCESSED[kind].drawn_sizes[number] for kind in self.kinds] for number in range(2)]
 
     @property
     def lengths(self) -> list[int]:
@@ -84,7 +79,7 @@ class DrawnDocuments:
     def smallest(self) -> Mapping[MediaKind, Mapping[str, Tensor]]:
         """Features of a small medium of each kind, for processes whose documents have none of it."""
         draw, take = self.processor.drawn, self.processor.features
-        return {kind: self.processor.merged([take([draw(SMALLEST[kind])])]) for kind in self.kinds}
+        return {kind: self.processor.merged([take([draw(PROCESSED[kind].smallest)])]) for kind in self.kinds}
 
     def batches(self, dtype: torch.dtype) -> list[Batch]:
         """Return both documents packed in a row: as they are, and with another first one."""

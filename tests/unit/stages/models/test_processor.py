@@ -117,7 +117,7 @@ def test_a_long_video_is_seen_to_its_end_and_times_of_its_frames_are_said(tmp_pa
     videos = media._processor.video_processor
     videos.fps, videos.max_frames, videos.do_sample_frames = 2, 16, True
     size = VideoSize(32, 32, 18_000, 30.0)
-    found = [*media.frames(size)]
+    found = [*media.taken(size)]
     assert found == videos.sample_frames(VideoMetadata(total_num_frames=18_000, fps=30.0), fps=2).tolist()
     assert len(found) == 16 and found[0] == 0 and found[-1] == 17_999
     (text,) = media._replaced((size,))
