@@ -140,7 +140,7 @@ class _Asked:
                 f"{len(with_pictures) - len(found)} of {counted(len(with_pictures), 'recorded document')} with "
                 f"media cannot be compared: more than {spec.max_images} of a kind (`serving.max_images`), kinds that "
                 "the model is not served with, or tokens that no text has"
-                + (f"; {spec.limits.unseen}" if spec.limits.unseen else "")
+                + "".join(f"; {reason}" for reason in spec.limits.reasons.values())
             )
         seen = {len(of_text) + place: seen for place, (_, seen) in enumerate(found)}
         return cls(engine, address, [*of_text, *(one for one, _ in found)], seen)

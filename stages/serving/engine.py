@@ -30,11 +30,11 @@ from stages.core.redaction import shortened
 from stages.data.media.addresses import kind_of_address
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
-from stages.models.media import HeardSound, MediaKind, TakenFrames
+from stages.models.media import SHOWN_TO_ANY
 from stages.models.processor_files import reads_media, settings_of
 from stages.models.recorded import Predicted, trained_on_media
 from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
-from stages.serving.pictures import Limits
+from stages.serving.pictures import SERVED, Limits
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.remote.http import Answer
@@ -195,16 +195,6 @@ class SeenDocument:
     pictures: list[str]
 
 
-PLACED_ALIKE = ("Qwen3VLVideoProcessor",)
-"""Processors of videos after which vLLM numbers places as Transformers does, and takes the same frames."""
-PLACED_OTHERWISE = (
-    "vLLM is not known to read a video as training did, but for Qwen3-VL with `media.fps` of at most 30 and "
-    "`media.max_frames` of at most 768 (after one, it numbers the places of Qwen2-VL and Qwen2.5-VL otherwise)"
-)
-LEAST_FRAMES, MOST_FRAMES, MOST_FRAMES_A_SECOND = 4, 768, 30
-"""Bounds of the frames that vLLM takes of a video, whatever its processor says."""
-MOST_SECONDS = 300
-"""Largest number of seconds of a sound in a request to a model whose processor has no bound."""
 WeightFiles = Literal["safetensors", "gguf"]
 
 
@@ -218,29 +208,8 @@ def limits_of(model: Path, learned: Iterable[Path], serving: ServingConfig) -> L
     most = max_images_of(model, serving)
     if not most:
         return Limits()
-    kinds = frozenset[MediaKind]().union(*map(trained_on_media, learned))
-    frames = _taken_frames(settings_of("video", model) or {}) if "video" in kinds else None
-    return Limits(
-        most,
-        images=settings_of("image", model) is not None,
-        frames=frames,
-        unseen=PLACED_OTHERWISE if "video" in kinds and frames is None else None,
-        heard=_heard(settings_of("audio", model) or {}) if "audio" in kinds else None,
-    )
-
-
-def _taken_frames(processor: Mapping[str, Any]) -> TakenFrames | None:
-    """Return the frames that vLLM takes by a processor's settings as training does; None where it would not."""
-    rate, least, most = (processor.get(name) for name in ("fps", "min_frames", "max_frames"))
-    taken = TakenFrames(rate or 0, least or LEAST_FRAMES, most or MOST_FRAMES)
-    is_alike = processor.get("video_processor_type") in PLACED_ALIKE and not processor.get("num_frames")
-    within = 0 < taken.fps <= MOST_FRAMES_A_SECOND and taken.max_frames <= MOST_FRAMES
-    return taken if is_alike and within else None
-
-
-def _heard(extractor: Mapping[str, Any]) -> HeardSound | None:
-    rate = extractor.get("sampling_rate")
-    return HeardSound(rate, extractor.get("chunk_length") or MOST_SECONDS) if rate else None
+    kinds = SHOWN_TO_ANY.union(*map(trained_on_media, learned))
+    return Limits(most, {kind: SERVED[kind].taken(settings_of(kind, model)) for kind in kinds})
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ the model's rate. What is passed on is what was checked: parsed and written agai
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stages.core.redaction import quoted
 from stages.data.media import sounds, videos
 from stages.data.media.addresses import FORMS
 from stages.data.media.images import from_data_address
-from stages.models.media import KINDS, NOUNS, HeardSound, MediaError, MediaKind, TakenFrames
+from stages.models.media import KINDS, NOUNS, SHOWN_TO_ANY, HeardSound, MediaError, MediaKind, TakenFrames
 from stages.serving.exchange import json_object
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -28,14 +28,16 @@ TEXTS = ("text", "input_text", "output_text", "refusal", "thinking", "tool_refer
 SHOWN_CHARACTERS = 60
 OPENAI_SOUND = "input_audio"
 """Type of OpenAI's parts with sounds, whose base64 stands in no address."""
-PARTS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio", OPENAI_SOUND: "audio"}
-"""Kind of the media by a part's type."""
-EXPECTED: dict[MediaKind, str] = {
-    "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}',
-    "video": '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,…"}}',
-    "audio": '{"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,…"}}',
-}
-"""Parts of a message, by kind of their media."""
+PLACED_ALIKE = ("Qwen3VLVideoProcessor",)
+"""Processors of videos after which vLLM numbers places as Transformers does, and takes the same frames."""
+PLACED_OTHERWISE = (
+    "vLLM is not known to read a video as training did, but for Qwen3-VL with `media.fps` of at most 30 and "
+    "`media.max_frames` of at most 768 (after one, it numbers the places of Qwen2-VL and Qwen2.5-VL otherwise)"
+)
+LEAST_FRAMES, MOST_FRAMES, MOST_FRAMES_A_SECOND = 4, 768, 30
+"""Bounds of the frames that vLLM takes of a video, whatever its processor says."""
+MOST_SECONDS = 300
+"""Largest number of seconds of a sound in a request to a model whose processor has no bound."""
 
 
 class RefusedRequestError(ValueError):
@@ -46,24 +48,22 @@ class RefusedRequestError(ValueError):
 class Limits:
     """Largest number of media of each kind in a request, and what the served model takes of them.
 
-    most: 0 for a model that reads text alone. frames, heard: None for a model that takes no videos, or no sounds.
-    unseen: reason why a model that learned from videos is served without them.
+    most: 0 for a model that reads text alone. taken: by kind, as `ServedKind` has it; None for a kind that the model
+    learned from and is served without.
     """
 
     most: int = 0
-    images: bool = True
-    frames: TakenFrames | None = None
-    heard: HeardSound | None = None
-    unseen: str | None = None
+    taken: Mapping[MediaKind, Any] = field(default_factory=lambda: dict.fromkeys(SHOWN_TO_ANY, True))
 
     def of(self, kind: MediaKind) -> int:
         """Return the largest number of media of a kind in a request."""
-        taken = {"image": self.images, "video": self.frames, "audio": self.heard}
-        return self.most if taken[kind] else 0
+        return self.most if self.taken.get(kind) else 0
 
-    def reason(self, kind: MediaKind) -> str | None:
-        """Return why media of a kind that the model learned from are not taken; None if there is no such reason."""
-        return {"video": self.unseen}.get(kind)
+    @property
+    def reasons(self) -> dict[MediaKind, str]:
+        """Reasons by kind why media that the model learned from are not taken, where there is one."""
+        found = {kind: SERVED[kind].unseen for kind, taken in self.taken.items() if not taken}
+        return {kind: reason for kind, reason in found.items() if reason}
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -73,31 +73,72 @@ class Limits:
     @property
     def expected(self) -> str:
         """Kinds of parts that a message may have beside text, in words."""
-        return " or ".join(example for kind, example in EXPECTED.items() if self.of(kind))
+        return " or ".join(served.example for kind, served in SERVED.items() if self.of(kind))
 
 
 def address_for(kind: MediaKind, data: bytes, limits: Limits) -> str:
     """Return an encoded medium as the `data:` address that an engine gets; raises MediaError for one out of bounds."""
-    return FORMS[kind].address(SERVED[kind](data, limits))
+    return FORMS[kind].address(SERVED[kind].checked(data, limits.taken[kind]))
 
 
-def _video(data: bytes, limits: Limits) -> bytes:
-    assert limits.frames, "no videos are taken"
-    videos.check_served(data, limits.frames)
+@dataclass(frozen=True)
+class ServedKind:
+    """Media of one kind as servers take them.
+
+    example: of a message's part with one. taken: returns what a model takes by the settings of its processor; falsy if
+    none. checked: checks an encoded medium by what is taken, and returns what an engine gets. unseen: reason why models
+    that learned from such media may be served without them. openai: OpenAI's own type of such parts.
+    """
+
+    example: str
+    taken: Callable[[dict[str, Any] | None], Any]
+    checked: Callable[[bytes, Any], bytes]
+    unseen: str | None = None
+    openai: str | None = None
+
+
+def _taken_frames(settings: dict[str, Any] | None) -> TakenFrames | None:
+    """Return the frames that vLLM takes by a processor's settings as training does; None where it would not."""
+    processor = settings or {}
+    rate, least, most = (processor.get(name) for name in ("fps", "min_frames", "max_frames"))
+    taken = TakenFrames(rate or 0, least or LEAST_FRAMES, most or MOST_FRAMES)
+    is_alike = processor.get("video_processor_type") in PLACED_ALIKE and not processor.get("num_frames")
+    within = 0 < taken.fps <= MOST_FRAMES_A_SECOND and taken.max_frames <= MOST_FRAMES
+    return taken if is_alike and within else None
+
+
+def _heard(settings: dict[str, Any] | None) -> HeardSound | None:
+    extractor = settings or {}
+    rate = extractor.get("sampling_rate")
+    return HeardSound(rate, extractor.get("chunk_length") or MOST_SECONDS) if rate else None
+
+
+def _checked_video(data: bytes, frames: TakenFrames) -> bytes:
+    videos.check_served(data, frames)
     return data
 
 
-def _sound(data: bytes, limits: Limits) -> bytes:
-    assert limits.heard, "no sounds are taken"
-    return sounds.sound_as_heard(data, limits.heard)
-
-
-SERVED: dict[MediaKind, Callable[[bytes, Limits], bytes]] = {
-    "image": lambda data, _: data,
-    "video": _video,
-    "audio": _sound,
+SERVED: dict[MediaKind, ServedKind] = {
+    "image": ServedKind(
+        '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}',
+        lambda settings: settings is not None,
+        lambda data, _: data,
+    ),
+    "video": ServedKind(
+        '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,…"}}',
+        _taken_frames,
+        _checked_video,
+        unseen=PLACED_OTHERWISE,
+    ),
+    "audio": ServedKind(
+        '{"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,…"}}',
+        _heard,
+        sounds.sound_as_heard,
+        openai=OPENAI_SOUND,
+    ),
 }
-"""Function by kind that checks an encoded medium, and returns what an engine gets of it."""
+PARTS = {f"{kind}_url": kind for kind in SERVED} | {one.openai: kind for kind, one in SERVED.items() if one.openai}
+"""Kind of the media by a part's type."""
 
 
 def checked(body: bytes, limits: Limits) -> bytes:
@@ -138,7 +179,7 @@ def _part(part: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
     if name in TEXTS:
         return part
     kind = PARTS.get(name)
-    if kind and (reason := limits.reason(kind)):
+    if kind and (reason := limits.reasons.get(kind)):
         raise RefusedRequestError(f"the request has a {NOUNS[kind]}, and {reason}")
     if kind is None or not limits.of(kind):
         raise RefusedRequestError(f"a message has a part of type {quoted(name, SHOWN_CHARACTERS)}; {_expected(limits)}")
@@ -165,7 +206,7 @@ def _address(holder: Any, name: str, limits: Limits, number: int) -> str:
     if not isinstance(url, str) or not url.startswith(f"data:{kind}/"):
         shown = f"at {quoted(url, SHOWN_CHARACTERS)}" if isinstance(url, str) else "without an address"
         raise RefusedRequestError(
-            f"{NOUNS[kind]} {number} is {shown}; nothing is fetched here: expected {EXPECTED[kind]}"
+            f"{NOUNS[kind]} {number} is {shown}; nothing is fetched here: expected {SERVED[kind].example}"
         )
     try:
         return address_for(kind, from_data_address(url, FORMS[kind].max_bytes), limits)

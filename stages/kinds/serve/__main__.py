@@ -168,7 +168,7 @@ def _read_media(arguments: argparse.Namespace, specs: Sequence[LaunchSpec]) -> l
 def _refusal(kind: MediaKind, number: int, spec: LaunchSpec) -> str:
     if most := spec.limits.of(kind):
         return f"found {number}, and {spec.model} takes {most} in a request (`serving.max_images`); give fewer"
-    if reason := spec.limits.reason(kind):
+    if reason := spec.limits.reasons.get(kind):
         return f"{spec.model} is not served with {NOUNS[kind]}s: {reason}"
     if spec.max_images:
         return f"{spec.model} is not served with {NOUNS[kind]}s; choose {SERVED[kind]}"

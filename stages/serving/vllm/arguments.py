@@ -6,13 +6,14 @@ files or servers whose content no version would know.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.models.media import KINDS
+from stages.models.media import KINDS, MediaKind, TakenFrames
 from stages.serving.config import Speculation, SpeculationMethod
 from stages.serving.engine import LaunchSpec, UncheckedOptions, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
@@ -128,6 +129,20 @@ def speculation_arguments(speculation: Speculation | None) -> list[str]:
     return ["--speculative-config", json.dumps({**SPECULATION[speculation.method], **draft})]
 
 
+def _video_arguments(frames: TakenFrames) -> list[str]:
+    return [
+        # vLLM takes the frames; the processor, whose files say that it does so, would take some of these.
+        *("--media-io-kwargs", json.dumps({"video": vars(frames)})),
+        *("--mm-processor-kwargs", json.dumps({"do_sample_frames": False})),
+        # Else the tower would subtract the mean of pictures from videos, whose processor has its own.
+        "--no-mm-device-do-normalize",
+    ]
+
+
+OF_KINDS: dict[MediaKind, Callable[[Any], list[str]]] = {"video": _video_arguments}
+"""Functions by kind that return vLLM's arguments for what a model takes of such media."""
+
+
 def media_arguments(spec: LaunchSpec) -> list[str]:
     """Return the command-line arguments of a model that sees: media inside of requests, and nothing fetched.
 
@@ -136,13 +151,7 @@ def media_arguments(spec: LaunchSpec) -> list[str]:
     if not spec.max_images:
         return []
     limits = spec.limits
-    rate = []
-    if limits.frames:
-        # vLLM takes the frames; the processor, whose files say that it does so, would take some of these.
-        rate += ["--media-io-kwargs", json.dumps({"video": vars(limits.frames)})]
-        rate += ["--mm-processor-kwargs", json.dumps({"do_sample_frames": False})]
-        # Else the tower would subtract the mean of pictures from videos, whose processor has its own.
-        rate += ["--no-mm-device-do-normalize"]
+    rate = [option for kind, options in OF_KINDS.items() if limits.of(kind) for option in options(limits.taken[kind])]
     # The last one is for us alone, as the proxy passes no such request on: prompts of token ids and pictures.
     return [
         *("--limit-mm-per-prompt", json.dumps({kind: limits.of(kind) for kind in KINDS}), *rate),

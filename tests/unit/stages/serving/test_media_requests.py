@@ -19,7 +19,7 @@ from stages.serving.pictures import Limits, RefusedRequestError, checked
 from tests.unit.stages.data.media.conftest import repeated_frame, sound, video
 from tests.unit.stages.serving.test_proxy import PNG, at, chat
 
-LIMITS = Limits(1, frames=TakenFrames(2, 4, 8), heard=HeardSound(16_000, 30))
+LIMITS = Limits(1, {"image": True, "video": TakenFrames(2, 4, 8), "audio": HeardSound(16_000, 30)})
 
 
 def address(kind: str, content: bytes) -> str:
@@ -57,7 +57,7 @@ def test_videos_reach_the_engine_only_inside_of_requests_and_bounded():
     assert "more than 1 videos, the server's `max_images`" in refusal(mp4, mp4)
     for limits in (Limits(1), Limits()):
         assert "a part of type 'video_url'" in refusal(mp4, limits=limits)
-    assert "has a video, and it is" in refusal(mp4, limits=Limits(1, unseen="it is not"))
+    assert "has a video, and vLLM is not known" in refusal(mp4, limits=Limits(1, {"image": True, "video": None}))
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
@@ -89,7 +89,7 @@ def test_other_sounds_are_refused():
     assert "more than 1 sounds" in refusal(hears, hears)
     assert re.search("a part of type 'audio_url'; expected text, or .*image_url", refusal(hears, limits=Limits(1)))
     assert "reads text alone" in refusal(hears, limits=Limits())
-    deaf = refusal(at(PNG), limits=Limits(1, images=False, heard=HeardSound(16_000, 30)))
+    deaf = refusal(at(PNG), limits=Limits(1, {"audio": HeardSound(16_000, 30)}))
     assert "a part of type 'image_url'; expected text, or" in deaf and "audio_url" in deaf
     assert "without an address" in refusal({"type": "input_audio", "input_audio": {"format": "wav"}})
 

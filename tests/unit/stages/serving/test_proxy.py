@@ -253,7 +253,7 @@ def test_a_decoder_that_is_not_installed_is_an_error_of_the_server_that_says_so(
     monkeypatch.setitem(sys.modules, "soundfile", None)
 
     async def trial(old: Model, new: Model, _: EngineAddress, proxy: Proxy, client: httpx.AsyncClient) -> None:
-        proxy.switch(Backend(proxy._backend.address, limits=Limits(1, heard=HeardSound(16_000, 30))))
+        proxy.switch(Backend(proxy._backend.address, limits=Limits(1, {"audio": HeardSound(16_000, 30)})))
         answer = await client.post(CHAT, json=chat({"type": "input_audio", "input_audio": {"data": "AAAA"}}))
         assert answer.status_code == 500 and "run `make media`" in answer.json()["error"]["message"] and not old.bodies
 

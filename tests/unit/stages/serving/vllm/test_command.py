@@ -75,7 +75,7 @@ def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -
     (tmp_path / "trained_on.json").write_text('{"conversations": true, "media": ["audio", "video"]}')
     learned = spec(max_images=2).model_copy(update={"model": tmp_path})
     command = ON_CPU.server_command(learned, SOCKET)
-    assert learned.limits.heard == HeardSound(8000, 300)
+    assert learned.limits.taken["audio"] == HeardSound(8000, 300)
     assert json.loads(option(command, "--limit-mm-per-prompt")) == {"image": 2, "video": 2, "audio": 2}
     assert json.loads(option(command, "--media-io-kwargs")) == {
         "video": {"fps": 2.5, "min_frames": 4, "max_frames": 768}
@@ -85,7 +85,7 @@ def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -
         json.dumps({"video_processor": own | {"video_processor_type": "Qwen2VLVideoProcessor"}})
     )
     other = spec(max_images=2).model_copy(update={"model": tmp_path})
-    assert other.limits.kinds == {"image"} and "Qwen2.5-VL otherwise" in (other.limits.unseen or "")
+    assert other.limits.kinds == {"image"} and "Qwen2.5-VL otherwise" in other.limits.reasons["video"]
     assert not {"--limit-mm-per-prompt", "--enable-scale-out"} & set(ON_CPU.server_command(spec(), SOCKET))
     for name, engine in ENGINES.items():
         with nullcontext() if name == "vllm" else pytest.raises(ModelError, match="serve it with vLLM"):
