@@ -168,6 +168,9 @@ class Harness(Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""
 
+    def question_problems(self, evaluation: Evaluation) -> Iterator[str]:
+        """Yield problems of questions that no server with the evaluation's `max_images` takes, as far as files tell."""
+
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         """Install missing packages, check the tasks, and set environment variables, before libraries are imported.
 

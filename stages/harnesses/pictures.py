@@ -5,7 +5,7 @@ Samples keep references (`media`: path in the task folder, digest, size), and di
 
 import io
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,29 @@ def check_question(
     tags = (TAG.search(text) for message in asked.messages for text in texts_of(message))
     if left := next((tag[0] for tag in tags if tag), None):
         raise RowError(f"has `{left}` in its text, and no such medium; expected one for each, or no tag")
-    kind, most = max(counts.items(), key=lambda one: one[1], default=("image", 0))
-    if max_images is None or most <= max_images:
-        return
-    if not max_images:
-        raise RowError(TEXT_ALONE)
-    raise RowError(
-        f"has {most} {NOUNS[kind]}s, and the server takes at most {max_images} in one request; raise "
-        "`serving.max_images`"
-    )
+    if max_images is not None:
+        check_numbers(counts, max_images)
+
+
+def check_numbers(counts: Mapping[MediaKind, int], max_images: int) -> None:
+    """Raise RowError for a question with more media of a kind than a server takes. counts: of its media."""
+    for kind, number in counts.items():
+        if number and not max_images:
+            raise RowError(TEXT_ALONE)
+        if number > max_images:
+            raise RowError(
+                f"has {number} {NOUNS[kind]}s, and the server takes at most {max_images} in one request; raise "
+                "`serving.max_images`"
+            )
+
+
+def flat(cells: Any) -> Iterator[Any]:
+    """Yield what a task has for a question: one medium, several, or columns of several; None is none."""
+    if isinstance(cells, list | tuple):
+        for cell in cells:
+            yield from flat(cell)
+    elif cells is not None:
+        yield cells
 
 
 def media_of(question: Document) -> tuple[MediaReference, ...]:

@@ -102,6 +102,9 @@ class QuestionSetHarness(Harness, Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
+    def question_problems(self, evaluation: Evaluation) -> Iterator[str]:
+        return iter(())
+
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None, base: Path | None = None) -> str | None:
         self.prepare(evaluation, cache)
         return None

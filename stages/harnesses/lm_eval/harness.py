@@ -20,6 +20,7 @@ from stages.harnesses.lm_eval.tasks import (
     may_give,
     resolve_hub_datasets,
     select_tasks,
+    too_many_media,
 )
 from stages.serving.served_models import ServedModel
 
@@ -65,6 +66,12 @@ class LmEval:
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return log_likelihood_tasks(evaluation.tasks, evaluation.task_folder)
+
+    def question_problems(self, evaluation: Evaluation) -> Iterator[str]:
+        folder, most = evaluation.task_folder, evaluation.max_images
+        if folder is None or most is None:
+            return iter(())
+        return too_many_media(evaluation.tasks, folder, most, evaluation.limit)
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         selection = _selection(evaluation)

@@ -21,17 +21,18 @@ from stages.data.files import RowLocation
 from stages.data.media.rows import with_media
 from stages.data.messages import Conversation, Message, RowError
 from stages.harnesses.harness import Evaluation
-from stages.harnesses.lm_eval.tasks import GENERATES
+from stages.harnesses.lm_eval.tasks import GENERATES, data_files, media_columns
 from stages.harnesses.pictures import (
     MEDIA,
     TEXT_ALONE,
     QuestionPictures,
     check_question,
+    flat,
     recorded_media,
     without_pixels,
 )
 from stages.harnesses.question_sets import hashes
-from stages.models.media import KINDS, NOUNS, MediaKind
+from stages.models.media import NOUNS
 
 
 class ChatText(str):
@@ -116,12 +117,12 @@ def show_pictures(
     get_encode: gives the tokenizer of prompts, where there are pictures. Raises EvaluationError for tasks that cannot
     be asked so; they raise it themselves, naming the sample, for pictures that do not match their text, or are refused.
     """
-    seeing = {name: task for name, task in tasks.items() if _kinds(task)}
+    seeing = {name: task for name, task in tasks.items() if media_columns(task.get_config)}
     if not seeing:
         return None
     for name, task in seeing.items():
         _check(name, task, evaluation)
-    files = {name: [*_data_files(task, evaluation.task_folder)] for name, task in seeing.items()}
+    files = {name: [*data_files(task.get_config, evaluation.task_folder)] for name, task in seeing.items()}
     pictures = QuestionPictures(evaluation.task_folder, [path for paths in files.values() for path in paths])
     encode = get_encode()
     for name, task in seeing.items():
@@ -130,22 +131,11 @@ def show_pictures(
     return pictures
 
 
-def _kinds(task: Any) -> list[MediaKind]:
-    """Return the kinds of media of a task's questions."""
-    named = (task.get_config("doc_to_image"), _video_columns(task), task.get_config("doc_to_audio"))
-    return [kind for kind, columns in zip(KINDS, named, strict=True) if columns]
-
-
-def _video_columns(task: Any) -> list[str]:
-    named = (task.get_config("metadata") or {}).get("doc_to_video") or []
-    return [named] if isinstance(named, str) else named
-
-
 def _check(name: str, task: Any, evaluation: Evaluation) -> None:
     if evaluation.max_images == 0:
         raise EvaluationError(f"the task {name} {TEXT_ALONE}")
     taken = evaluation.media_kinds
-    if taken is not None and (others := [kind for kind in _kinds(task) if kind not in taken]):
+    if taken is not None and (others := [kind for kind in media_columns(task.get_config) if kind not in taken]):
         raise EvaluationError(
             f"the task {name} has {NOUNS[others[0]]}s, with which the model is not served; evaluate one that learned "
             "from them (the page of serve stages names the families), or leave the task out"
@@ -167,16 +157,6 @@ def _check(name: str, task: Any, evaluation: Evaluation) -> None:
         )
 
 
-def _data_files(task: Any, folder: Path | None) -> Iterator[Path]:
-    """Yield the data files of the split that is evaluated, if they are in the task folder."""
-    named = (task.get_config("dataset_kwargs") or {}).get("data_files")
-    split = task.get_config("test_split") or task.get_config("validation_split")
-    named = named.get(split, ()) if isinstance(named, dict) else named
-    for name in [named] if isinstance(named, str) else named or ():
-        if folder and (folder / name).is_file():
-            yield folder / name
-
-
 @dataclass
 class _SeeingTask:
     """Task of lm-eval whose requests show pictures. file: in the task folder, with all rows; None if not known."""
@@ -194,9 +174,9 @@ class _SeeingTask:
     def construct_requests(self, doc: Mapping[str, Any], ctx: ChatText, **given: Any) -> Any:
         """Construct lm-eval's request of a document as it does itself, with its question and the media's digests."""
         columns = {
-            "images": [*_flat(self.task.doc_to_image(doc))],
-            "videos": [*_flat([doc[name] for name in _video_columns(self.task)])],
-            "audios": [*_flat(self.task.doc_to_audio(doc))],
+            "images": [*flat(self.task.doc_to_image(doc))],
+            "videos": [*flat([doc[name] for name in media_columns(self.task.get_config).get("video", ())])],
+            "audios": [*flat(self.task.doc_to_audio(doc))],
         }
         question = self._question(ctx, given["metadata"][1], {name: cells for name, cells in columns.items() if cells})
         request = self._construct(doc=doc, ctx=question, **given)
@@ -218,15 +198,6 @@ class _SeeingTask:
             return PictureQuestion.of(asked, self.encode, continues=chat.continues)
         except RowError as error:
             raise EvaluationError(f"{where} {error}") from error
-
-
-def _flat(cells: Any) -> Iterator[Any]:
-    """Yield what a task gives for a document: one medium, several, or columns of several; None is none."""
-    if isinstance(cells, list | tuple):
-        for cell in cells:
-            yield from _flat(cell)
-    elif cells is not None:
-        yield cells
 
 
 def sample_of(row: dict[str, Any]) -> dict[str, Any]:

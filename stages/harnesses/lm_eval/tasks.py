@@ -4,16 +4,21 @@ The commits of hub datasets are part of an evaluation's version, so that changed
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
 from stages.core.cache import note_use_of_file
-from stages.core.errors import EvaluationError, TransientError
+from stages.core.errors import DataError, EvaluationError, TransientError
+from stages.data.files import Row, read_rows
+from stages.data.messages import RowError
 from stages.harnesses.lm_eval import task_files
 from stages.harnesses.lm_eval.task_files import (
     Function,
@@ -25,10 +30,12 @@ from stages.harnesses.lm_eval.task_files import (
     read_task_folder,
     strings_in,
 )
+from stages.harnesses.pictures import check_numbers, flat
 from stages.harnesses.scores import NO_FILTER
 from stages.hubs.answers import BackgroundLookups
 from stages.hubs.hub import Request, repository
 from stages.hubs.registry import hub_of
+from stages.models.media import KINDS, MediaKind
 
 HUB_DATASETS = "hub_datasets"
 
@@ -43,6 +50,10 @@ DEFAULT_METRICS = {
 GENERATES = "generate_until"
 STANDARD_ERROR = "_stderr"
 MAX_INCLUDES = 10
+CHANGING = {"custom_dataset", "process_docs"}
+"""Fields of a task with code that makes or changes its rows."""
+READ_S = 1.0
+"""Processor seconds allowed for reading rows of tasks with media while a refresh is planned."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,57 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
         if _with_includes(file, config, MAX_INCLUDES).get("output_type", GENERATES) != GENERATES
         for task in _titles(config)
     )
+
+
+def media_columns(get_field: Callable[[str], Any]) -> dict[MediaKind, list[Any]]:
+    """Return what names the media of a task's questions, such as columns, by kind. get_field: of the task's config."""
+    video = _mapping(get_field("metadata")).get("doc_to_video")
+    named = {"image": get_field("doc_to_image"), "video": video, "audio": get_field("doc_to_audio")}
+    return {kind: one if isinstance(one, list) else [one] for kind in KINDS if (one := named[kind])}
+
+
+def data_files(get_field: Callable[[str], Any], folder: Path | None) -> Iterator[Path]:
+    """Yield the data files of the split that is evaluated, if they are in the task folder. get_field: as above."""
+    named = _mapping(get_field("dataset_kwargs")).get("data_files")
+    split = get_field("test_split") or get_field("validation_split")
+    for name in strings_in(named.get(str(split)) if isinstance(named, dict) else named):
+        if folder and (folder / name).is_file():
+            yield folder / name
+
+
+def too_many_media(names: Collection[str], folder: Path, most: int, limit: int | None) -> Iterator[str]:
+    """Yield a problem for each task whose first rows show a question with more than `most` media of a kind.
+
+    The rows are those in the task folder, read for `READ_S`. A task whose rows code or templates change, or that come
+    from elsewhere, is left to the evaluation.
+    """
+    ends_s = time.process_time() + READ_S
+    for file, config in _defining(names, folder):
+        whole = _with_includes(file, config, MAX_INCLUDES)
+        columns = media_columns(whole.get)
+        # A group's members may have other options there than in their files.
+        is_named = not {*names}.isdisjoint(names_of(config))
+        is_plain = all(_is_column(one) for listed in columns.values() for one in listed)
+        if not is_named or not is_plain or CHANGING & whole.keys():
+            continue
+        rows = islice(read_rows(folder, [*data_files(whole.get, folder)] if columns else []), limit)
+        with suppress(DataError, OSError):  # of a file that the evaluation's own check names
+            for row in takewhile(lambda _: time.process_time() < ends_s, rows):
+                cells = row.content if isinstance(row, Row) and isinstance(row.content, dict) else {}
+                media = {kind: [*flat([cells.get(one) for one in listed])] for kind, listed in columns.items()}
+                try:
+                    check_numbers({kind: len(listed) for kind, listed in media.items()}, most)
+                except RowError as error:
+                    yield f"the task {whole.get('task')}: {row.place} {error}"
+                    break
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_column(named: object) -> bool:
+    return isinstance(named, str) and not isinstance(named, Function) and "{" not in named
 
 
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:

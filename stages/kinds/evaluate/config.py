@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from stages.harnesses.harness import EpisodesConfig, Evaluation, GenerationConfi
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.judge import RatingConfig
 from stages.rollouts.environments.environment import shared_seeds
+from stages.serving.config import DEFAULT_MAX_IMAGES, ServingConfig
 from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
@@ -109,6 +111,14 @@ class EvaluateConfig(AskedModelConfig):
                 "none for prompts; choose tasks that generate (`output_type: generate_until`), or serve the "
                 "unquantized model with vllm"
             )
+
+    def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        is_served = stages[self.model].product == "server"
+        serving = getattr(stages[self.model], "serving", None) if is_served else self.serving
+        most = (serving or ServingConfig()).max_images or DEFAULT_MAX_IMAGES
+        of = f" of the stage {self.model}" if is_served else ""
+        for problem in harness_of(self.evaluation).question_problems(replace(self.evaluation, max_images=most)):
+            yield f"tasks: {problem}{of}"
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
