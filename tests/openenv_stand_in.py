@@ -1,14 +1,22 @@
-"""WebSocket server that speaks OpenEnv's protocol, of a guessing game in which some guesses make it misbehave."""
+"""WebSocket server that speaks OpenEnv's protocol, of a guessing game in which some guesses make it misbehave.
+
+The same game has a server in OpenEnv's own framework.
+"""
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
+
+ROOT = Path(__file__).parents[1]
+THEIRS = ROOT / ".venv-openenv" / "bin" / "python"
 
 
 def observed(text: Any = "odd", reward: Any = 0.0, done: Any = False, **other: Any) -> str:
@@ -102,3 +110,15 @@ def guessing(most: int = 4) -> Iterator[Game]:
             game.is_over.set()
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def their_server(most: int) -> Iterator[str]:
+    """Serve the game by OpenEnv's own framework (`make openenv`); yield its address."""
+    command = [THEIRS, ROOT / "tests" / "openenv_server.py", str(most)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        finally:
+            server.terminate()

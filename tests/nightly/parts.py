@@ -56,7 +56,7 @@ class Part:
 RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
 YEAR, VIDEOS = "faults/test_year.py", "unit/stages/kinds/train/test_videos.py"
 SOUNDS = "unit/stages/kinds/train/test_sounds.py"
-WHEEL, RAY = "nightly/test_wheel.py", "pipeline/test_ray.py"
+WHEEL, RAY, OPENENV = "nightly/test_wheel.py", "pipeline/test_ray.py", "pipeline/test_openenv.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
@@ -71,7 +71,7 @@ PARTS = (
         "pipelines",
         "recipes that stand on the quickstart; servers of adapters, drafts, new weights",
         ("pipeline", "unit/stages/kinds/curate"),
-        (RAY,),
+        (RAY, OPENENV),
     ),
     Part(
         "families",
@@ -80,8 +80,8 @@ PARTS = (
     ),
     Part(
         "harnesses",
-        "EvalScope scores question sets with pictures; BFCL judges calls as vLLM reads; verifiers acts, OpenEnv serves",
-        ("unit/stages/kinds/evaluate", "unit/stages/rollouts"),
+        "EvalScope scores question sets with pictures; BFCL judges calls as vLLM reads; verifiers acts, OpenEnv trains",
+        ("unit/stages/kinds/evaluate", "unit/stages/rollouts", OPENENV),
         makes="evalscope bfcl openenv verifiers",
     ),
     Part(

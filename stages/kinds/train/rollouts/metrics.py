@@ -63,10 +63,14 @@ def round_metrics(sampled: Round) -> dict[str, float]:
 
 
 def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of groups of completions; a mean is over the completions that have the reward or the number."""
+    """Return metrics of groups of completions; a mean is over the completions that have the reward or the number.
+
+    The reward of an episode whose environment failed is unknown. Where all failed, the mean is of what they got before.
+    """
     completions = [one for group in groups for one in group.completions]
-    rewards = _by_name(one.rewards for one in completions)
-    totals = [completion.reward for completion in completions]
+    known = [one for one in completions if not one.has_failed] or completions
+    rewards = _by_name(one.rewards for one in known)
+    totals = [completion.reward for completion in known]
     return {
         "reward": statistics.fmean(totals),
         "reward_spread": deviation(totals),

@@ -68,7 +68,7 @@ class Completion:
             episode.log_probabilities,
             transcript if config.rewards_see == "transcript" else episode.text,
             episode.end == "tokens",
-            {ENVIRONMENT: episode.reward} if config.gives_rewards else {},
+            {ENVIRONMENT: episode.reward} if config.gives_rewards and episode.end != "failed" else {},
             episode.reward,
             episode.environment_spans,
             episode.metrics,

@@ -1,7 +1,6 @@
 """Environments behind a server of the OpenEnv protocol, which may do anything: it ends an episode, and is counted."""
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from transformers import AutoTokenizer
 from stages.core.errors import DataError, TransientError
 from stages.data.messages import Conversation, RowError, make_message
 from stages.data.tokenizer import DocumentTokenizer
-from stages.kinds.train.rollouts.rounds import Completion, Group
+from stages.kinds.train.rollouts.metrics import round_metrics
+from stages.kinds.train.rollouts.rounds import Completion, Group, Round
 from stages.rollouts.environments.environment import Action, Environment
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader
 from stages.rollouts.environments.led import MOST_FAILURES
@@ -23,11 +23,9 @@ from stages.rollouts.environments.openenv import OpenEnvEnvironment
 from stages.rollouts.environments.registry import AnyEnvironment
 from tests.agent_episodes import make_model
 from tests.http_server import answering
-from tests.openenv_stand_in import ODD, Game, guessing
+from tests.openenv_stand_in import ODD, Game, guessing, their_server
 from tests.unit.stages.rollouts.test_environments import Scripted
 
-ROOT = Path(__file__).parents[4]
-THEIRS = ROOT / ".venv-openenv" / "bin" / "python"
 ROW = {"prompt": "A game.", "reset": {"number": 3}}
 
 
@@ -93,7 +91,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_its_limit(game: Game, 
     began_s = time.monotonic()
     # which holds for each answer, also for those that come on a busy machine
     (episode,) = play(folder, environment(game.url, timeout_s=3), ["hang"], [ROW])
-    assert (episode.end, episode.reward, episode.metrics["environment_failed"]) == ("failed", 0.0, 1.0)
+    assert (episode.end, episode.metrics["environment_failed"], Completion.of(episode).rewards) == ("failed", 1.0, {})
     assert time.monotonic() - began_s < 30
 
 
@@ -168,23 +166,10 @@ def test_an_episode_that_the_environment_failed_is_no_signal() -> None:
 
     assert Group(0, [completion(1.0, "done"), completion(0.0, "done"), completion(0.0, "failed")]).has_signal
     assert not Group(0, [completion(1.0, "done"), completion(1.0, "done"), completion(0.0, "failed")]).has_signal
-
-
-@contextmanager
-def their_server(most: int) -> Iterator[str]:
-    """Run the game in OpenEnv's own framework; yield its address."""
-    command = [THEIRS, ROOT / "tests" / "openenv_server.py", str(most)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout
-            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-            for _ in range(100):
-                if not list(environment(url).opening_problems()):
-                    break
-                time.sleep(0.1)
-            yield url
-        finally:
-            server.terminate()
+    some = [Group(0, [completion(1.0, "done"), completion(0.5, "done"), completion(0.0, "failed")])]
+    metrics = round_metrics(Round(1, some, {}))
+    assert (metrics["reward"], metrics["reward_spread"]) == (0.75, 0.25), "it is in no mean either"
+    assert round_metrics(Round(1, [Group(0, [completion(0.0, "failed")])], {}))["reward"] == 0.0
 
 
 @pytest.mark.nightly
