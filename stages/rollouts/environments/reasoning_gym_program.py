@@ -57,7 +57,7 @@ def begin(memory_bytes: int) -> Callable[[dict[str, Any]], Any]:
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()  # the environment of the stage's process has keys
     warnings.simplefilter("ignore")
-    sys.meta_path.insert(0, WithoutPlots())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, WithoutPlots())
     try:
         from reasoning_gym.factory import DATASETS
         from reasoning_gym.utils import extract_answer
