@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.contract import StageResult
-from stages.core.process_tree import marked_processes
+from stages.core.process_tree import marked_processes, send
 
 API_KEY = "sk-of-the-tests"
 SERVING = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "kv_cache_memory_gib": 0.0625}
@@ -153,5 +153,5 @@ def is_port_free(url: str) -> bool:
 
 
 def kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    """Kill processes, except those that have ended by now, as children of one may that was killed before."""
+    send(signal.SIGKILL, pids)

@@ -13,6 +13,7 @@ from stages.core.contract import StageContext, StageInput
 from stages.hubs.builtin import addition, addition_preferences, qwen3
 from stages.kinds.train.config import TrainConfig
 from tests.forked_stages import warm_parent
+from tests.serving import wait_for
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
@@ -118,10 +119,16 @@ def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int
     return parent.pid, parent.start(warm, config.processes, work, environment, log=work / "log.txt")
 
 
-def ranks_of(parent: int) -> list[int]:
-    """Return a train stage's ranks, oldest first: their parent's living children; none if it has ended."""
+def ranks_of(parent: int, processes: int) -> list[int]:
+    """Return a train stage's ranks, oldest first, as soon as their parent has started all of them."""
     children = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+    def started() -> list[int] | None:
+        ranks = [int(pid) for pid in children.read_text().split()]
+        return ranks if len(ranks) == processes else None
+
+    found: list[int] = wait_for(started, what="the start of all ranks")
+    return found
 
 
 def _warm(config: TrainConfig) -> tuple[str, str]:
@@ -144,5 +151,6 @@ def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], 
 
 
 def logged(work: Path) -> list[dict[str, float]]:
-    """Return the metrics of every training step from the stage's `metrics.jsonl`."""
-    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    """Return the metrics of every training step from the stage's `metrics.jsonl`, without a line that is half there."""
+    lines = (work / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

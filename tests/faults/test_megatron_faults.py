@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,16 @@ def log_of(work):
 
 
 def rank_of(process, rank):
-    """Return the process id of rank `rank` of the training."""
-    for pid in marked_processes(process.token):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in variables:
-            return pid
-    raise AssertionError(f"there is no rank {rank}")
+    """Return the process id of rank `rank` of the training, once it has begun."""
+
+    def found():
+        for pid in marked_processes(process.token):
+            with suppress(OSError):  # it has ended since
+                if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    return pid
+        return None
+
+    return tiny.eventually(found, f"there is no rank {rank}")
 
 
 def wait_for_a_checkpoint(work):
@@ -90,13 +95,13 @@ def weights_of(work):
 def test_after_a_rank_was_killed_the_next_run_ends_with_the_very_weights(artifacts, uninterrupted, tmp_path):
     work = tmp_path / "work"
     process = start(work, artifacts, megatron_config(TP2))
+    ranks = [rank_of(process, rank) for rank in (0, 1)]
     wait_for_a_checkpoint(work)
-    os.kill(rank_of(process, 1), signal.SIGSTOP)  # or all steps might be done before it is killed
-    ranks = {rank_of(process, rank) for rank in (0, 1)}
+    os.kill(ranks[1], signal.SIGSTOP)  # or all steps might be done before it is killed
     assert not reachable_from_elsewhere(marked_processes(process.token))
-    os.kill(rank_of(process, 1), signal.SIGKILL)
+    os.kill(ranks[1], signal.SIGKILL)
     error = failure_of(work, "trained", end_of(process))
-    assert not ranks & set(living_processes())
+    assert not {*ranks} & set(living_processes())
     assert not marked_processes(process.token)
     assert len(logged(work)) < NUM_STEPS
     assert isinstance(error, StageCrashError)
@@ -114,8 +119,9 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
     config = megatron_config(PP2, execution={"hang_timeout_s": HANG_TIMEOUT_S})
     make_context(work, artifacts, config)
     parent, wait = start_forked(work, config)
+    ranks = ranks_of(parent, config.processes)
     wait_for_a_checkpoint(work)
-    os.kill(ranks_of(parent)[1], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGSTOP)
     error = failure_of(work, "trained", wait())
     assert len(logged(work)) < NUM_STEPS
     assert isinstance(error, TransientError)
@@ -155,8 +161,9 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
     work = tmp_path / "work"
     layout = {"micro_batch_size": NUM_MANY_ROWS}
     process = start(work, artifacts, megatron_config(layout, global_batch_size=NUM_MANY_ROWS))
+    pid = tiny.eventually(lambda: rank_of_only(process), "the stage did not start")
     tiny.eventually((work / PREDICTION_FILE).exists, "no prediction")
-    limit_memory(rank_of_only(process), HEADROOM_BYTES)
+    limit_memory(pid, HEADROOM_BYTES)
     error = failure_of(work, "trained", end_of(process))
     assert isinstance(error, ResourceError)
     assert re.search(r"ran out of memory under the layout .*; predicted \d+\.\d GiB a process", str(error))
@@ -164,8 +171,8 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
 
 
 def rank_of_only(process):
-    """Return the process id of a stage with a single process: the supervisor's only child."""
-    return next(pid for pid, (parent, _) in living_processes().items() if parent == process.pid)
+    """Return the process id of a stage with a single process, the supervisor's only child; None before it starts."""
+    return next((pid for pid, (parent, _) in living_processes().items() if parent == process.pid), None)
 
 
 def limit_memory(pid, headroom_bytes):

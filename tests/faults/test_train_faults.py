@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
-from stages.core.process_tree import descendants
+from stages.core.process_tree import descendants, send
 from stages.hubs.builtin import addition_preferences
 from stages.kinds.train import checkpoints
 from stages.kinds.train.run import run
@@ -55,10 +55,9 @@ def killed(artifacts, tmp_path_factory):
         shutil.rmtree(work, ignore_errors=True)
         make_context(work, artifacts, config)
         parent, wait = start_forked(work, config)
+        ranks = ranks_of(parent, config.processes)
         tiny.eventually((work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}").exists, "no checkpoint")
-        ranks = ranks_of(parent)
-        if ranks:
-            os.kill(ranks[-1], signal.SIGKILL)
+        send(signal.SIGKILL, ranks[-1:])
         if code := wait():
             break
     assert code
@@ -130,10 +129,11 @@ def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_i
     work = tmp_path / "work"
     make_context(work, {**artifacts, "preferences": tmp_path / "preferences"}, config)
     parent, wait = start_forked(work, config)
+    ranks = ranks_of(parent, config.processes)
     events = work / "events.jsonl"
     tiny.eventually(lambda: events.exists() and "reference" in events.read_text(), "no reference pass")
+    os.kill(ranks[1], signal.SIGSTOP)
     assert not reachable_from_elsewhere([parent, *descendants(parent)])
-    os.kill(ranks_of(parent)[1], signal.SIGSTOP)
     with fault.timed("detected"):
         assert wait() == TransientError.exit_code, "the other rank waits forever"
     failure = json.loads((work / "error.json").read_text())
