@@ -175,7 +175,9 @@ def test_special_tokens_are_text_and_one_of_a_hundred_requests_is_answered(tmp_p
     with scripted_server(make_model(tmp_path / "model")) as server:
         server.script = lambda prompt: "408" if "<tool_response>" in prompt else calls_once("")
         server.served = server.served.__class__(server.served.client, server.served.folder, 2000, False)
-        (episode,) = play(server, tmp_path, AGENT.replace('row["evil"]', repr(EVIL)), metrics=["refused"])
+        # alone: episodes share half of the files that a process may open, which are 1,024 on some machines
+        body = AGENT.replace('row["evil"]', repr(EVIL))
+        (episode,) = play(server, tmp_path, body, metrics=["refused"], num_together=1)
         ids, tokenizer = server.asked[1]["prompt"], server.tokenizer
     assert (episode.reward, episode.end, episode.metrics["turns"]) == (1.0, "done", 2.0)
     assert episode.metrics["refused_requests"] == episode.metrics["program_refused"] == 99.0
