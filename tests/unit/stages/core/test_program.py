@@ -14,6 +14,7 @@ import pytest
 from stages.core import program as program_module
 from stages.core.process_tree import living_processes
 from stages.core.program import Program, ProgramEndedError, ProgramError
+from tests.serving import wait_for
 
 ROOT = Path(__file__).parents[4]
 MODULE = "tests.unit.stages.core.asked_program"
@@ -61,12 +62,16 @@ def test_questions_and_answers_of_any_size_are_json(asked, question):
 def test_a_question_takes_a_write_a_wait_and_a_read_on_each_side(asked, monkeypatch):
     """A question takes some 30 µs on a quiet machine, which are those of these calls; a busy one takes any time."""
     program, calls = psutil.Process(pid_of(asked)), Counter()
-    before = program.io_counters()
+
+    def counted():
+        wait_for(lambda: program.status() == psutil.STATUS_SLEEPING, 60)  # its last call has been counted
+        return program.io_counters()
 
     def count(module, name):
         call = getattr(module, name)
         patch.setattr(module, name, lambda *arguments: calls.update([name]) or call(*arguments))
 
+    before = counted()
     with monkeypatch.context() as patch:
         count(os, "write")
         count(select, "poll")
@@ -74,7 +79,7 @@ def test_a_question_takes_a_write_a_wait_and_a_read_on_each_side(asked, monkeypa
         answers = [asked.ask({"row": number}, 60) for number in range(100)]
     assert answers == [{"row": number} for number in range(100)]
     assert calls == {"write": 100, "poll": 100, "read": 100}
-    after = program.io_counters()
+    after = counted()
     assert (after.read_count - before.read_count, after.write_count - before.write_count) == (100, 100)
 
 
