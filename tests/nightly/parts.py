@@ -76,7 +76,7 @@ PARTS = (
     Part(
         "families",
         "tiny models of every family of the zoo go through what the table of families shows",
-        ("zoo", VIDEOS, SOUNDS, "unit/stages/serving/vllm"),
+        ("zoo", VIDEOS, SOUNDS, "unit/stages/engines/test_bf16.py", "unit/stages/serving/vllm"),
     ),
     Part(
         "harnesses",

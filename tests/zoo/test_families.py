@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
@@ -22,9 +20,7 @@ from tests.zoo.models import FAMILIES
 from tests.zoo.proofs import COLUMNS, LEARNING_RATE, one_process, result_of, save_family, served_of, split_of
 from tests.zoo.serving import SERVED
 from tests.zoo.table import UNTRIED, WORKS, recorded
-from tests.zoo.text import TEXT_FAMILIES
 
-CPU = torch.device("cpu")
 WITH_MIXERS = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "mamba", "mamba2", "bamba", "granitemoehybrid",
     "jamba", "falcon_h1", "lfm2", "lfm2_moe", "recurrent_gemma", "nemotron_h", "zamba2", "minimax", "rwkv",
@@ -37,8 +33,6 @@ IN_ROWS = [
     if cells["documents"] == "rows" and cells.get("pictures", UNTRIED) == UNTRIED
 ]
 """Families of text whose documents train as rows of their own."""
-FULL_PRECISION_WITHIN = ("olmo", "mamba2", "ernie4_5")
-"""Families whose layers pass fp32 on, or compute in it, when their weights are bf16."""
 
 
 @pytest.mark.nightly
@@ -72,50 +66,12 @@ def test_compiled_layers_learn_the_same_of_documents_as_rows_of_their_own(
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [one if one in FULL_PRECISION_WITHIN else pytest.param(one, marks=pytest.mark.nightly) for one in TEXT_FAMILIES],
-)
-def test_bf16_gives_the_losses_of_transformers_in_bf16(family: str, tmp_path: Path) -> None:
-    """Losses are those of its SDPA or eager attention, or nearer to them than bf16 is to fp32 (experts of gpt-oss)."""
-    save_family(family, tmp_path)
-    torch.manual_seed(0)
-    documents = [torch.randint(3, 49, (32,)) for _ in range(8)]
-    with one_process():
-        engine = FsdpEngine(ModelFacts(tmp_path), EngineSettings(Layout(), "bf16", AdamSettings(LEARNING_RATE)), CPU)
-        found = engine.document_log_probabilities(packed(documents)) / -31
-        engine.close()
-    exact = plain_losses(tmp_path, documents, torch.float32, "eager")
-    assert exact is not None
-    of_bf16 = [plain_losses(tmp_path, documents, torch.bfloat16, attention) for attention in ("eager", "sdpa")]
-    differences = [(root_mean_square(found - one), root_mean_square(one - exact)) for one in of_bf16 if one is not None]
-    assert any(ours < max(1e-3, of_dtype) for ours, of_dtype in differences), differences
-
-
-def plain_losses(
-    folder: Path, documents: list[torch.Tensor], dtype: torch.dtype, attention: str
-) -> torch.Tensor | None:
-    """Return Transformers' mean loss of each document by itself, [documents]; None if a family lacks the attention."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
-    except ValueError as error:
-        assert "scaled_dot_product_attention" in str(error)
-        return None
-    with torch.no_grad():
-        logits = [model(input_ids=one[None]).logits[0, :-1].float() for one in documents]
-    return torch.stack([cross_entropy(of_one, one[1:]) for of_one, one in zip(logits, documents, strict=True)])
-
-
-def root_mean_square(values: torch.Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
 def losses(folder: Path, layout: Layout) -> list[float]:
     """Return losses and gradient norms of steps whose batches have other numbers and lengths of documents."""
     settings = EngineSettings(layout, "fp32", AdamSettings(LEARNING_RATE))
     found = []
     with one_process():
-        engine = FsdpEngine(ModelFacts(folder), settings, CPU)
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
         for lengths in ((12, 7, 9), (20, 8), (28,), (5, 5, 13, 5), (3, 25), (19,)):
             torch.manual_seed(0)
             batch = packed(torch.randint(1, 49, (sum(lengths),)).split(lengths))
