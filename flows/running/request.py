@@ -117,8 +117,6 @@ def _plan_of(
     recipe, notes = find_stored(recipe, chosen, index, failed)
     with problems.noted():
         notes += check_idle(recipe, chosen)
-    with problems.noted():
-        check_among(recipe, chosen)
     outside = resolve_outside(recipe, chosen, unreachable, failed)
     # What a stage needs is not installed here: no problem as long as its artifact is cached.
     without_programs = {name: error for name, error in failed.items() if isinstance(error, ResourceError)}
@@ -127,7 +125,9 @@ def _plan_of(
         if built is None:
             problems.add(error)
         outside[name] = built or {}
-    # Checks of models and data leave these stages out, whose problem is reported already.
+    # Checks of files, models and data leave these stages out, whose problem is reported already.
+    with problems.noted():
+        check_among(recipe, [name for name in chosen if name not in failed])
     sound = {name: resolved for name, resolved in outside.items() if name not in failed}
     configs = ModelConfigs(recipe, sound, index, PLANNING_LIMIT_S if may_be_unreachable else None)
     with problems.noted():
